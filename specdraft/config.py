@@ -1,0 +1,139 @@
+"""Configuration: nested dataclasses, read as defaults < YAML < dotted flags; and the one error type that users see.
+
+It knows nothing of what is configured: each config dataclass stands beside the thing that it configures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import sys
+import types
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tyro
+import yaml
+
+Config = TypeVar("Config")
+
+
+class UserError(ValueError):
+    """A fault in what the user gave us. One line: what, got, allowed, what to do."""
+
+
+def config_to_dict(config: Any) -> dict[str, Any]:
+    """Nested dataclasses -> plain values that JSON and YAML can hold (tuples become lists, paths become text)."""
+    return _plain(dataclasses.asdict(config))
+
+
+def config_from_dict(cls: type[Config], values: dict[str, Any], where: str = "config") -> Config:
+    """Build `cls` from nested plain values; keys that are left out keep their defaults.
+
+    Raises:
+        UserError: an unknown key, or a value that does not fit the field's type.
+    """
+    if not isinstance(values, dict):
+        raise UserError(f"{where}: got {values!r}, expected a mapping with the keys {_names(cls)}")
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for key in values:
+        if key not in fields:
+            raise UserError(f"{where}: unknown key {key!r}; allowed: {_names(cls)}")
+    return cls(**{key: _convert(hints[key], value, f"{where}.{key}") for key, value in values.items()})
+
+
+def parse_config(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
+    """Defaults of `cls` < `--config file.yaml` < dotted flags such as `--head.rank 72`.
+
+    Raises:
+        UserError: an unreadable file, an unknown key or flag, a value of the wrong type.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    path, argv = _take_config_flag(argv)
+    default = config_from_dict(cls, _read_yaml(path), str(path)) if path else cls()
+    messages = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(messages):
+            return tyro.cli(cls, default=default, args=argv, config=(tyro.conf.FlagConversionOff,))
+    except SystemExit as stop:
+        if stop.code == 0:  # --help
+            raise
+        raise UserError(_one_line(messages.getvalue())) from None
+
+
+def run_program(main: Callable[[Any], Any], cls: type) -> None:
+    """The `__main__` of every program: parse, run, and turn a UserError into one line and exit code 2."""
+    try:
+        main(parse_config(cls))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _take_config_flag(argv: list[str]) -> tuple[Path | None, list[str]]:
+    for i, word in enumerate(argv):
+        if word == "--config":
+            if i + 1 == len(argv):
+                raise UserError("--config: got nothing, expected the path of a YAML file")
+            return Path(argv[i + 1]), argv[:i] + argv[i + 2 :]
+        if word.startswith("--config="):
+            return Path(word.removeprefix("--config=")), argv[:i] + argv[i + 1 :]
+    return None, argv
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UserError(f"--config {path}: cannot be read ({error.strerror}); give the path of a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {path}: not valid YAML ({' '.join(str(error).split())})") from None
+    return {} if values is None else values
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    """One YAML value -> the field's type. Only what config dataclasses use: scalars, optionals, literals, dicts, tuples, lists."""
+    if dataclasses.is_dataclass(hint):
+        return config_from_dict(hint, value, where)
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        return _convert(next(arg for arg in args if arg is not type(None)), value, where)
+    if origin is typing.Literal and value in args:
+        return value
+    if origin in (tuple, list) and isinstance(value, list | tuple):
+        return origin(_convert(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if origin is dict and isinstance(value, dict):
+        return {key: _convert(args[1], item, f"{where}.{key}") for key, item in value.items()}
+    if hint is Path and isinstance(value, str | Path):
+        return Path(value)
+    if hint is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError):  # YAML 1.1 reads 1e-3 as text
+            return float(value)
+    if hint in (int, str, bool) and type(value) is hint:
+        return value
+    allowed = " | ".join(map(repr, args)) if origin is typing.Literal else str(getattr(hint, "__name__", hint))
+    raise UserError(f"{where}: got {value!r}, allowed: {allowed}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _names(cls: type) -> str:
+    return ", ".join(field.name for field in dataclasses.fields(cls))
+
+
+def _one_line(boxed: str) -> str:
+    """tyro frames its messages; keep the words."""
+    words = "".join(c if c not in "╭╮╰╯│─├┤" else " " for c in boxed).split()
+    return " ".join(word for word in words if word)
