@@ -1,0 +1,134 @@
+"""The target's forward pass for any Hugging Face decoder-only model: its own code, our preallocated cache, hooks for the taps.
+
+It knows nothing of families, files or tokenizers. Sliding-window layers keep all their slots and get a mask, so that they are
+right after a crop too.
+
+Letters: B rows, n new tokens, T slots in use, H width, G key/value heads, D head width.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from specdraft.config import UserError
+from specdraft.models.cache import Append, KVCache
+
+FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm", "norm_f")
+
+
+class GenericModel:
+    """Runs a Hugging Face causal language model over a `KVCache`."""
+
+    def __init__(self, model: nn.Module):
+        self.config = model.config
+        self.trunk = model.get_decoder()
+        self.layers, self.norm = _layers_and_norm(self.trunk, self.config.num_hidden_layers)
+        self.cache_argument = "cache" if "cache" in inspect.signature(self.trunk.forward).parameters else "past_key_values"
+        self.caught: dict[int, Tensor] = {}
+        self.wanted: tuple[int, ...] = ()
+        for index, module in enumerate((*self.layers, self.norm)):
+            module.register_forward_pre_hook(self._catcher(index), with_kwargs=True)
+
+    def new_cache(self, batch_size: int, max_length: int) -> KVCache:
+        return HookedCache(batch_size, max_length, len(self.layers))
+
+    def forward(
+        self, input_ids: Tensor, cache: HookedCache | None, append: Append, taps: tuple[int, ...]
+    ) -> tuple[list[Tensor], Tensor]:
+        """[B,n] -> the inputs of the layers in `taps`, each [B,n,H], and the input of the final norm [B,n,H]."""
+        arguments = {"use_cache": False}
+        if cache is not None:
+            cache.append = append
+            positions = append.new_slots() if append.positions is None else append.positions
+            positions = positions.expand(input_ids.shape[0], -1)
+            arguments = {
+                self.cache_argument: cache.view,
+                "use_cache": True,
+                "position_ids": positions,
+                "attention_mask": self._masks(append, positions),
+            }
+        self.wanted = (*taps, len(self.layers))
+        try:
+            self.trunk(input_ids=input_ids, **arguments)
+            return [self.caught[index] for index in taps], self.caught[len(self.layers)]
+        finally:
+            self.caught, self.wanted = {}, ()
+
+    def _catcher(self, index: int):
+        def catch(_module: nn.Module, positional: tuple, named: dict) -> None:
+            if index in self.wanted:
+                self.caught[index] = positional[0] if positional else named["hidden_states"]
+
+        return catch
+
+    def _masks(self, append: Append, positions: Tensor) -> Tensor | dict[str, Tensor]:
+        """Additive masks [B or 1, 1, n, end]; one per kind of layer where the model has several kinds."""
+        slots = torch.arange(append.end, device=append.device)
+        visible = append.mask
+        if visible is None:
+            visible = append.new_slots()[:, None, :, None] >= slots
+        dtype = next(self.trunk.parameters()).dtype
+        masks = {"full_attention": _additive(visible, dtype)}
+        window = getattr(self.config, "sliding_window", None)
+        if window is not None:
+            near = append.new_slots()[:, None, :, None] - slots < window
+            masks["sliding_attention"] = _additive(visible & near, dtype)
+        kinds = getattr(self.config, "layer_types", None)
+        if kinds is None:
+            return masks["full_attention"] if window is None else masks["sliding_attention"]
+        return masks
+
+
+class HookedCache(KVCache):
+    """A `KVCache` together with the view of it that a Hugging Face model takes."""
+
+    def __init__(self, batch_size: int, max_length: int, num_layers: int):
+        super().__init__(batch_size, max_length, num_layers)
+        self.append: Append | None = None
+        self.view = Cache(layers=[CacheLayer(self, index) for index in range(num_layers)])
+
+
+class CacheLayer(CacheLayerMixin):
+    """One layer of the view: stores through the `KVCache` that owns the slots."""
+
+    is_sliding = False
+
+    def __init__(self, owner: HookedCache, index: int):
+        super().__init__()
+        self.owner, self.index = owner, index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args, **_kwargs) -> tuple[Tensor, Tensor]:
+        return self.owner.write(self.index, key_states, value_states, self.owner.append)
+
+    def get_seq_length(self) -> int:
+        return self.owner.append.start
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.owner.append.end, 0
+
+    def get_max_length(self) -> int:
+        return self.owner.max_length
+
+
+def _layers_and_norm(trunk: nn.Module, num_layers: int) -> tuple[nn.ModuleList, nn.Module]:
+    lists = [child for child in trunk.children() if isinstance(child, nn.ModuleList) and len(child) == num_layers]
+    norms = [child for name, child in trunk.named_children() if name in FINAL_NORMS]
+    if len(lists) != 1 or len(norms) != 1:
+        raise UserError(
+            f"target: cannot find the {num_layers} decoder layers and the final norm in {type(trunk).__name__}; "
+            "use a decoder-only model that keeps them as direct children of its trunk, as Llama does"
+        )
+    return lists[0], norms[0]
+
+
+def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)
