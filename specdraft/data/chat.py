@@ -1,0 +1,413 @@
+"""Conversations and answers -> token ids and loss masks.
+
+Two ways in. `answers.jsonl` holds what the target itself wrote: token ids and spans, which are the data and are never
+encoded again. Conversations from elsewhere are rendered by the tokenizer's chat template and tokenised **once**; the
+mask is derived from the character offsets of exactly those ids. It knows nothing of models, batches or hidden states.
+T tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import torch
+from torch import Tensor
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from specdraft.config import UserError
+from specdraft.provenance import hash_json
+
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+PLAIN_SEPARATOR = "\n\n"  # between turns, for tokenizers without a chat template (base models)
+Span = tuple[int, int]  # half-open range of characters
+
+
+@dataclass(frozen=True)
+class Example:
+    """One sequence to train on.
+
+    input_ids: [T] int64, unpadded.
+    loss_mask: [T] bool, True where the token belongs to an assistant answer, its end-of-turn token included.
+    """
+
+    id: str
+    input_ids: Tensor
+    loss_mask: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.input_ids.dtype == torch.int64, self.input_ids.dtype
+        assert self.loss_mask.dtype == torch.bool, self.loss_mask.dtype
+        assert self.input_ids.shape == self.loss_mask.shape, (self.input_ids.shape, self.loss_mask.shape)
+
+
+@dataclass
+class Account:
+    """What became of every row: kept, or skipped for a stated reason. `str()` is one line for the terminal."""
+
+    kept: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def total(self) -> int:
+        return self.kept + self.skipped.total()
+
+    def __str__(self) -> str:
+        reasons = "; ".join(f"{count} x {reason}" for reason, count in self.skipped.most_common())
+        return f"{self.kept} of {self.total} rows kept" + (f", skipped: {reasons}" if reasons else "")
+
+
+# ---------------------------------------------------------------------------------------------------- answers.jsonl
+
+
+@dataclass(frozen=True)
+class AnswerRow:
+    """One line of answers.jsonl: a conversation whose assistant turns the target wrote.
+
+    spans: half-open token ranges [start, end) of the answers in `input_ids`, ascending, end-of-turn token included.
+    finished: per answer, whether it ended with an end-of-turn token (False: cut at the length limit).
+    """
+
+    id: str
+    category: str
+    input_ids: list[int]
+    spans: list[list[int]]
+    finished: list[bool]
+
+    def to_json(self) -> str:
+        """The line without its newline."""
+        return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
+
+    def example(self, max_length: int | None = None) -> Example:
+        """Ids and mask, cut to the first `max_length` tokens. The mask may be empty after the cut."""
+        mask = torch.zeros(len(self.input_ids), dtype=torch.bool)
+        for start, end in self.spans:
+            mask[start:end] = True
+        return Example(self.id, torch.tensor(self.input_ids[:max_length], dtype=torch.int64), mask[:max_length])
+
+
+def read_answers(path: Path) -> list[AnswerRow]:
+    """Read answers.jsonl.
+
+    Raises:
+        UserError: no such file, no rows, or a bad row (with its line number).
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"answers {path}: no such file; make it with data_prep/generate_responses.py")
+    with open(path, encoding="utf-8") as file:
+        rows = [_answer_row(line, f"{path} line {number}") for number, line in enumerate(file, 1) if line.strip()]
+    if not rows:
+        raise UserError(f"answers {path}: got no rows; make it with data_prep/generate_responses.py")
+    _require_unique([row.id for row in rows], str(path))
+    return rows
+
+
+def answers_to_examples(rows: Iterable[AnswerRow], max_length: int | None = None) -> tuple[list[Example], Account]:
+    """Every row becomes an example, or is skipped because `max_length` leaves none of its answer."""
+    examples, account = [], Account()
+    for row in rows:
+        example = row.example(max_length)
+        if example.loss_mask.any():
+            examples.append(example)
+            account.kept += 1
+        else:
+            cut = any(start < end for start, end in row.spans)
+            account.skipped[f"prompt alone fills max_length={max_length}" if cut else "empty answer"] += 1
+    return examples, account
+
+
+def check_masks(examples: Sequence[Example], tokenizer: Any) -> None:
+    """Refuse data that would train on nothing: no examples, or examples without one supervised token.
+
+    Raises:
+        UserError: with the counts and one rendered example.
+    """
+    if not examples:
+        raise UserError("training data: got 0 examples, at least 1 is needed; see the reasons for skipped rows")
+    empty = [example for example in examples if not example.loss_mask.any()]
+    if empty:
+        tokens = sum(len(example.input_ids) for example in examples)
+        supervised = sum(int(example.loss_mask.sum()) for example in examples)
+        shown = repr(tokenizer.decode(empty[0].input_ids[:200].tolist()))
+        raise UserError(
+            f"loss mask: {len(empty)} of {len(examples)} examples have no supervised token ({supervised} of {tokens} "
+            f"tokens are supervised); check that the chat template matches the data. "
+            f"Example {empty[0].id!r} begins {shown}"
+        )
+
+
+# ------------------------------------------------------------------------------------------------- chat templates
+
+
+def render_prompt(tokenizer: Any, turns_so_far: Sequence[dict[str, str]]) -> list[int]:
+    """Messages (`role`, `content`) -> token ids up to where the assistant begins to write, generation prompt included.
+
+    A tokenizer without a chat template (a base model) gets plain text: the contents, each followed by an empty line.
+
+    Raises:
+        UserError: the template refuses the messages.
+    """
+    if not tokenizer.chat_template:
+        text = "".join(message["content"] + PLAIN_SEPARATOR for message in turns_so_far)
+        return _plain_prefix(tokenizer) + tokenizer(text, add_special_tokens=False)["input_ids"]
+    text = _render(tokenizer, turns_so_far, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def encode_conversation(tokenizer: Any, messages: Sequence[dict[str, Any]], max_length: int, id: str = "") -> Example:
+    """Render, tokenise once, and mask what the assistant writes: reasoning, answer and end-of-turn token.
+
+    The mask comes from the template's `{% generation %}` marks where it has them, else from where the answers stand in
+    the rendered text. A token belongs to where its first character lies: one that a merge laid across the start of an
+    answer is not supervised (at generation the prompt ends there, so it is never drafted), one across its end is.
+    What comes after the last answer is dropped; then the sequence is cut to `max_length` tokens.
+
+    messages: `role` and `content`; reasoning as `reasoning_content` (or `reasoning`, `thinking`), or inside the content
+        up to `</think>`. Where a template strips reasoning from earlier turns, it stays stripped, as at generation;
+        reasoning of the last turn is kept even where the template would lose it.
+
+    Raises:
+        UserError: the reason why this row cannot be used (one that many rows can share; no text of the row in it).
+    """
+    messages = _normalise(messages)
+    if tokenizer.chat_template:
+        text, spans = _marked_spans(tokenizer, messages) or _searched_spans(tokenizer, messages)
+        prefix = []
+    else:
+        text, spans = _plain_spans(tokenizer, messages)
+        prefix = _plain_prefix(tokenizer)
+    ids, mask = _tokenise(tokenizer, text, spans)
+    ids, mask = prefix + ids, [False] * len(prefix) + mask
+    if not any(mask[:max_length]):
+        raise UserError(f"prompt alone fills max_length={max_length}" if any(mask) else "no assistant tokens")
+    end = len(mask) - mask[::-1].index(True)
+    length = min(end, max_length)
+    return Example(id, torch.tensor(ids[:length]), torch.tensor(mask[:length]))
+
+
+def encode_conversations(
+    tokenizer: Any, rows: Iterable[tuple[str, Sequence[dict[str, Any]]]], max_length: int
+) -> tuple[list[Example], Account]:
+    """`encode_conversation` over (id, messages) rows; every row is kept, or counted under the reason for skipping it.
+
+    Raises:
+        UserError: no row could be used; with the counts and the first row.
+    """
+    examples, account, first = [], Account(), None
+    for id_, messages in rows:
+        first = messages if first is None else first
+        try:
+            examples.append(encode_conversation(tokenizer, messages, max_length, id_))
+            account.kept += 1
+        except UserError as reason:
+            account.skipped[str(reason)] += 1
+    if not examples:
+        raise UserError(
+            f"conversations: {account}; check the data and the chat template. The first row is {first!r:.500}"
+        )
+    return examples, account
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Hash of all that decides which ids a text becomes: the tokenizer's own state, its special tokens, its template."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state.pop("padding", None)
+    state.pop("truncation", None)
+    return hash_json([state, tokenizer.chat_template, {k: str(v) for k, v in tokenizer.special_tokens_map.items()}])
+
+
+def _render(tokenizer: Any, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False) -> str:
+    return _render_with_marks(tokenizer, messages, add_generation_prompt)[0]
+
+
+def _render_with_marks(
+    tokenizer: Any, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False, marks: bool = False
+) -> tuple[str, list[Span]]:
+    try:
+        texts, spans = render_jinja_template(
+            conversations=[list(messages)],
+            chat_template=tokenizer.get_chat_template(),
+            add_generation_prompt=add_generation_prompt,
+            return_assistant_tokens_mask=marks,
+            **tokenizer.special_tokens_map,
+        )
+    except (jinja2.TemplateError, TypeError, KeyError) as error:
+        raise UserError(f"chat template: {str(error) or type(error).__name__}") from None
+    return texts[0], list(spans[0]) if marks else []
+
+
+def _normalise(messages: Any) -> list[dict[str, str]]:
+    """Checked copies, reasoning under one name, cut after the last assistant turn."""
+    if not isinstance(messages, list | tuple) or not all(isinstance(message, dict) for message in messages):
+        raise UserError("messages must be a list of objects with role and content")
+    result = []
+    for message in messages:
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise UserError("every message needs a role and a content, both text")
+        reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name)), None)
+        result.append({"role": role, "content": content} | ({"reasoning_content": reasoning} if reasoning else {}))
+    while result and result[-1]["role"] != "assistant":
+        result.pop()
+    if not result:
+        raise UserError("no assistant turn")
+    return result
+
+
+def _marked_spans(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[str, list[Span]] | None:
+    """Text and answer spans by the template's own marks; None where it has none."""
+    if not GENERATION_MARK.search(tokenizer.get_chat_template()):
+        return None
+    return _render_with_marks(tokenizer, messages, marks=True)
+
+
+def _searched_spans(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[str, list[Span]]:
+    """Text and answer spans for templates without marks.
+
+    The answers are replaced by a sentinel that occurs nowhere else; what the template puts around the sentinels must
+    stand around the answers too, which finds every answer exactly, or shows that it cannot be found. An answer then
+    begins where the generation prompt ends, so that reasoning and headers that the model has to write are in it.
+    """
+    text = _render(tokenizer, messages)
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    sentinel = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in text)
+    blanked = [dict(message) for message in messages]
+    for i in turns:
+        thoughts, _ = _split_inline_reasoning(messages[i]["content"])
+        blanked[i]["content"] = thoughts + sentinel
+    around = _render(tokenizer, blanked).split(sentinel)
+    if len(around) != len(turns) + 1:
+        raise UserError("the chat template drops or repeats an assistant turn")
+    spans, position = [], len(around[0])
+    for i, after in zip(turns, around[1:], strict=True):
+        _, answer = _split_inline_reasoning(messages[i]["content"])
+        forms = (answer, answer.strip(), answer.lstrip(), answer.rstrip(), answer.lstrip("\n"), answer.rstrip("\n"))
+        shown = next((form for form in forms if text.startswith(form + after, position)), None)
+        if shown is None:
+            raise UserError("the chat template rewrites the text of an answer")
+        prompt = _render(tokenizer, messages[:i], add_generation_prompt=True)
+        start = len(prompt) if text.startswith(prompt) and len(prompt) <= position else position
+        spans.append((start, position + len(shown)))
+        position += len(shown) + len(after)
+    return _restore_reasoning(tokenizer, messages, text, spans, around[-1])
+
+
+def _restore_reasoning(
+    tokenizer: Any, messages: list[dict[str, str]], text: str, spans: list[Span], tail: str
+) -> tuple[str, list[Span]]:
+    """Some templates strip reasoning from every turn, the last included (DeepSeek-R1's), or do not know it: then the last
+    turn is built from the generation prompt and what the model wrote after it."""
+    thoughts, answer = _split_inline_reasoning(messages[-1]["content"])
+    reasoning = messages[-1].get("reasoning_content") or thoughts.removesuffix("</think>").split("<think>")[-1]
+    if reasoning.strip() in text[slice(*spans[-1])]:
+        return text, spans
+    prompt = _render(tokenizer, messages[:-1], add_generation_prompt=True)
+    if len(spans) > 1 and prompt[: spans[-2][1]] != text[: spans[-2][1]]:
+        raise UserError("the chat template renders earlier turns differently before a generation prompt")
+    written = _with_reasoning(reasoning, answer)
+    if prompt.rstrip().endswith("<think>"):
+        written = written.removeprefix("<think>\n")
+    return prompt + written + tail, [*spans[:-1], (len(prompt), len(prompt) + len(written))]
+
+
+def _plain_spans(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[str, list[Span]]:
+    """As `render_prompt` writes prompts; the last answer ends with the end-of-text token."""
+    text, spans = "", []
+    for message in messages:
+        content = message["content"]
+        if message.get("reasoning_content"):
+            content = _with_reasoning(message["reasoning_content"], content)
+        if message["role"] == "assistant":
+            spans.append((len(text), len(text) + len(content)))
+        text += content + PLAIN_SEPARATOR
+    return text.removesuffix(PLAIN_SEPARATOR) + (tokenizer.eos_token or ""), spans
+
+
+def _plain_prefix(tokenizer: Any) -> list[int]:
+    """The beginning-of-text id, where the tokenizer puts one."""
+    bos = tokenizer.bos_token_id
+    return [bos] if bos is not None and tokenizer("a")["input_ids"][0] == bos else []
+
+
+def _split_inline_reasoning(content: str) -> tuple[str, str]:
+    """'<think>r</think>a' -> ('<think>r</think>', 'a'); without reasoning the first part is empty."""
+    thoughts, mark, answer = content.rpartition("</think>")
+    return thoughts + mark, answer
+
+
+def _with_reasoning(reasoning: str, answer: str) -> str:
+    return "<think>\n" + reasoning.strip() + "\n</think>\n\n" + answer.strip()
+
+
+def _tokenise(tokenizer: Any, text: str, spans: list[Span]) -> tuple[list[int], list[bool]]:
+    """Ids of `text` and, per id, whether it belongs to a span or is the end-of-turn token right after one."""
+    if not tokenizer.is_fast:
+        raise UserError("the tokenizer gives no character offsets; use its fast (tokenizers) version")
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+    begins = _token_begins(offsets)
+    mask = [False] * len(ids)
+    for start, end in spans:
+        inside = [j for j, begin in enumerate(begins) if start <= begin < end]
+        for j in inside:
+            mask[j] = True
+        j = inside[-1] + 1 if inside else next((j for j, begin in enumerate(begins) if begin >= start), len(ids))
+        while (
+            j < len(ids) and text[begins[j] : offsets[j][1]].isspace() and ids[j] not in tokenizer.added_tokens_decoder
+        ):
+            j += 1
+        if j < len(ids) and ids[j] in tokenizer.added_tokens_decoder:
+            for k in range(inside[-1] + 1 if inside else j, j + 1):
+                mask[k] = True
+    return ids, mask
+
+
+def _token_begins(offsets: list[Span]) -> list[int]:
+    """First character of every token. Byte-level tokenizers report offsets without the leading spaces that the token
+    holds, and several tokens of one character all report that character."""
+    begins, previous_end = [], 0
+    for start, end in offsets:
+        begins.append(min(start, previous_end))
+        previous_end = max(previous_end, end)
+    return begins
+
+
+def _answer_row(line: str, where: str) -> AnswerRow:
+    names = [f.name for f in dataclasses.fields(AnswerRow)]
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not JSON ({error.msg}); remove the line or make the file again") from None
+    if not isinstance(values, dict) or set(values) != set(names):
+        got = sorted(values) if isinstance(values, dict) else type(values).__name__
+        raise UserError(f"{where}: got {got}, expected an object with the keys {names}")
+    ids, spans, finished = values["input_ids"], values["spans"], values["finished"]
+    if not _is_list(ids, int) or not ids or min(ids) < 0:
+        raise UserError(f"{where}: input_ids must be a non-empty list of token ids")
+    if not _is_list(finished, bool) or not _is_list(spans, list) or len(spans) != len(finished):
+        raise UserError(f"{where}: spans and finished must be lists of one length, got {spans!r} and {finished!r}")
+    edges = [edge for span in spans for edge in span]
+    if any(len(span) != 2 for span in spans) or not _is_list(edges, int) or sorted(edges) != edges:
+        raise UserError(f"{where}: spans must be ascending [start, end) pairs, got {spans!r}")
+    if edges and not 0 <= edges[0] <= edges[-1] <= len(ids):
+        raise UserError(f"{where}: spans {spans!r} leave the {len(ids)} tokens of the row")
+    return AnswerRow(str(values["id"]), str(values["category"]), ids, spans, finished)
+
+
+def _is_list(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(type(item) is kind for item in value)
+
+
+def _require_unique(ids: list[str], where: str) -> None:
+    twice = [id_ for id_, count in Counter(ids).items() if count > 1]
+    if twice:
+        raise UserError(f"{where}: {len(twice)} ids occur more than once ({twice[0]!r}, ...); every row needs its own")

@@ -1,0 +1,228 @@
+"""Where hidden states come from: the seam `HiddenStates`, its `Batch`, and the source that runs the target (`Online`).
+
+The other source, `Shards` (data/shards.py), reads the same batches from disk. Neither knows what is trained on them,
+and the target is known only by its `features`. B batch, T tokens, H width, A number of taps.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specdraft.config import UserError
+from specdraft.data.chat import Example
+from specdraft.provenance import hash_bytes
+
+BUCKET_BATCHES = 32  # examples are sorted by length among so many batches' worth: little padding, yet random company
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Right-padded sequences with the target's states. Padding: id 0, mask False, states 0.
+
+    input_ids: [B, T] int64.  loss_mask: [B, T] bool.  lengths: [B] int64, real tokens.
+    taps: [B, T, A*H], tapped states side by side, ascending by layer.
+    last: [B, T, H], the input of the target's final norm (un-normed).
+    """
+
+    input_ids: Tensor
+    loss_mask: Tensor
+    lengths: Tensor
+    taps: Tensor
+    last: Tensor
+
+    def to(self, device: torch.device | str) -> Batch:
+        move = {"device": device, "non_blocking": True}
+        return Batch(
+            self.input_ids.to(**move),
+            self.loss_mask.to(**move),
+            self.lengths.to(**move),
+            self.taps.to(**move),
+            self.last.to(**move),
+        )
+
+
+@dataclass(frozen=True)
+class States:
+    """The target's states for one example, unpadded. taps: [T, A*H], last: [T, H]."""
+
+    taps: Tensor
+    last: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.taps.nbytes + self.last.nbytes
+
+
+class HiddenStates(Protocol):
+    """A source of hidden states. The same examples give the same Batch, whichever source it is."""
+
+    def batch(self, examples: Sequence[Example]) -> Batch: ...
+
+
+class TargetFeatures(Protocol):
+    """[B, T, .] states as `TargetModel.features` returns them."""
+
+    @property
+    def taps(self) -> Tensor: ...
+
+    @property
+    def last(self) -> Tensor: ...
+
+
+class FeatureTarget(Protocol):
+    """What a source needs of a target (models/target.py has the real one)."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def features(self, input_ids: Tensor, lengths: Tensor) -> TargetFeatures: ...
+
+
+class Online:
+    """Runs the target for every batch.
+
+    cache_bytes: keep that many bytes of states in RAM, unpadded and in the target's dtype, so that later epochs need no
+        target forward for them. 0: no cache. What does not fit is computed again; nothing is evicted, since epochs
+        sweep over everything and eviction would empty the cache before its first hit. The key is the hash of the
+        token ids.
+    """
+
+    def __init__(self, target: FeatureTarget, cache_bytes: int = 0) -> None:
+        assert cache_bytes >= 0, cache_bytes
+        self.target = target
+        self.cache_bytes = cache_bytes
+        self.used_bytes = 0
+        self._cache: dict[str, States] = {}
+
+    def batch(self, examples: Sequence[Example]) -> Batch:
+        """States of `examples`, in their order, on the target's device."""
+        assert examples, "an empty batch"
+        keys = [hash_bytes(example.input_ids.numpy().tobytes()) for example in examples]
+        missing = {key: example for key, example in zip(keys, examples, strict=True) if key not in self._cache}
+        fresh: dict[str, States] = {}
+        if missing:
+            fresh = dict(zip(missing, run_target(self.target, list(missing.values())), strict=True))
+            self._remember(fresh)
+        states = [fresh[key] if key in fresh else self._cache[key] for key in keys]
+        return collate(examples, states, self.target.device)
+
+    def _remember(self, fresh: dict[str, States]) -> None:
+        for key, states in fresh.items():
+            if self.used_bytes + states.nbytes <= self.cache_bytes:
+                self._cache[key] = States(states.taps.to("cpu", copy=True), states.last.to("cpu", copy=True))
+                self.used_bytes += states.nbytes
+
+
+def run_target(target: FeatureTarget, examples: Sequence[Example]) -> list[States]:
+    """One forward of the target over right-padded `examples`; each gets back its own unpadded rows."""
+    input_ids, lengths = pad_ids(examples)
+    features = target.features(input_ids.to(target.device), lengths.to(target.device))
+    return [States(features.taps[b, :n], features.last[b, :n]) for b, n in enumerate(lengths.tolist())]
+
+
+def pad_ids(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
+    """-> ids [B, T] padded right with 0, lengths [B]."""
+    lengths = torch.tensor([len(example.input_ids) for example in examples])
+    ids = torch.zeros(len(examples), int(lengths.max()), dtype=torch.int64)
+    for b, example in enumerate(examples):
+        ids[b, : lengths[b]] = example.input_ids
+    return ids, lengths
+
+
+def collate(examples: Sequence[Example], states: Sequence[States], device: torch.device | str = "cpu") -> Batch:
+    """Pad examples and their unpadded states into one Batch on `device`."""
+    input_ids, lengths = pad_ids(examples)
+    loss_mask = torch.zeros_like(input_ids, dtype=torch.bool)
+    shape, first = input_ids.shape, states[0]
+    taps = torch.zeros(*shape, first.taps.shape[-1], dtype=first.taps.dtype, device=device)
+    last = torch.zeros(*shape, first.last.shape[-1], dtype=first.last.dtype, device=device)
+    for b, (example, state) in enumerate(zip(examples, states, strict=True)):
+        n = len(example.input_ids)
+        assert len(state.taps) == len(state.last) == n, (example.id, len(state.taps), len(state.last), n)
+        loss_mask[b, :n] = example.loss_mask
+        taps[b, :n] = state.taps
+        last[b, :n] = state.last
+    return Batch(input_ids.to(device), loss_mask.to(device), lengths.to(device), taps, last)
+
+
+def plan_batches(
+    lengths: Sequence[int], tokens_per_batch: int, seed: int, epoch: int, rank: int = 0, world: int = 1
+) -> list[list[int]]:
+    """One epoch's batches for one rank, as lists of positions in `lengths`.
+
+    A batch has at most `tokens_per_batch` tokens, padding included. Over all ranks every example comes exactly once,
+    no batch is empty, and every rank gets equally many batches, since a rank without one would hang the others. Batches
+    that ranks take at the same time are of similar size. A function of its arguments only, whatever the process.
+
+    The number of batches is made a multiple of `world` by splitting the largest; only where all hold one example are
+    the smallest merged instead, past `tokens_per_batch`.
+
+    Raises:
+        UserError: fewer examples than ranks, or an example longer than `tokens_per_batch`.
+    """
+    assert 0 <= rank < world, (rank, world)
+    if len(lengths) < world:
+        raise UserError(f"training data: got {len(lengths)} examples for {world} processes; each needs at least one")
+    if max(lengths) > tokens_per_batch:
+        longest = f"the longest example has {max(lengths)} tokens"
+        raise UserError(f"tokens_per_batch: got {tokens_per_batch}, {longest}; raise it or lower max_length")
+    rng = random.Random(f"plan {seed} {epoch}")
+    order = list(range(len(lengths)))
+    rng.shuffle(order)
+    batches: list[list[int]] = []
+    for bucket in _buckets(order, lengths, BUCKET_BATCHES * tokens_per_batch):
+        batches += _cut(sorted(bucket, key=lambda i: lengths[i], reverse=True), lengths, tokens_per_batch)
+    _divide_evenly(batches, lengths, world)
+    batches.sort(key=lambda batch: _cost(batch, lengths))
+    rounds = [batches[start : start + world] for start in range(0, len(batches), world)]
+    rng.shuffle(rounds)
+    for together in rounds:
+        rng.shuffle(together)
+    return [together[rank] for together in rounds]
+
+
+def _cost(batch: list[int], lengths: Sequence[int]) -> int:
+    return len(batch) * max(lengths[i] for i in batch)
+
+
+def _buckets(order: list[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
+    buckets, tokens = [[]], 0
+    for i in order:
+        if tokens + lengths[i] > limit:
+            buckets.append([])
+            tokens = 0
+        buckets[-1].append(i)
+        tokens += lengths[i]
+    return buckets
+
+
+def _cut(descending: list[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
+    """The first, longest, member of a batch sets its padded length."""
+    batches: list[list[int]] = []
+    for i in descending:
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= limit:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches
+
+
+def _divide_evenly(batches: list[list[int]], lengths: Sequence[int], world: int) -> None:
+    """Change `batches` in place until `world` divides their number."""
+    missing = -len(batches) % world
+    if len(batches) + missing <= len(lengths):
+        for _ in range(missing):
+            batches.sort(key=lambda batch: (len(batch) > 1, _cost(batch, lengths)))
+            largest = batches.pop()
+            batches += [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
+    else:
+        for _ in range(len(batches) % world):
+            batches.sort(key=lambda batch: _cost(batch, lengths), reverse=True)
+            smallest = batches.pop()
+            batches[-1] = batches[-1] + smallest

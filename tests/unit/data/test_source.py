@@ -1,0 +1,128 @@
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from specdraft.config import UserError
+from specdraft.data.chat import Example
+from specdraft.data.source import Online, plan_batches
+
+
+@dataclass
+class Features:
+    taps: torch.Tensor
+    last: torch.Tensor
+
+
+class CountingTarget:
+    """States are a function of token and position, so that a misplaced row shows; padding gets rubbish."""
+
+    device = torch.device("cpu")
+
+    def __init__(self):
+        self.sequences = 0
+
+    def features(self, input_ids, lengths):
+        self.sequences += len(input_ids)
+        batch, tokens = input_ids.shape
+        states = 1000.0 * input_ids + torch.arange(tokens)
+        states = torch.where(torch.arange(tokens) < lengths[:, None], states, float("nan"))[..., None]
+        return Features(states.expand(batch, tokens, 6), -states.expand(batch, tokens, 2))
+
+
+def example(id_, length, start=3):
+    mask = torch.zeros(length, dtype=torch.bool)
+    mask[start:] = True
+    return Example(id_, torch.arange(length) + 10 * (ord(id_) - ord("a")), mask)
+
+
+EXAMPLES = [example("a", 5), example("b", 9), example("c", 4)]
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 10**6])
+def test_online_batch_has_each_example_and_zero_padding(cache_bytes):
+    online = Online(CountingTarget(), cache_bytes)
+    for order in ([0, 1, 2], [2, 0], [1]):
+        examples = [EXAMPLES[i] for i in order]
+        batch = online.batch(examples)
+        assert batch.lengths.tolist() == [len(e.input_ids) for e in examples]
+        for b, e in enumerate(examples):
+            n = len(e.input_ids)
+            expected = 1000.0 * e.input_ids + torch.arange(n)
+            assert torch.equal(batch.input_ids[b, :n], e.input_ids)
+            assert torch.equal(batch.loss_mask[b, :n], e.loss_mask)
+            assert torch.equal(batch.taps[b, :n], expected[:, None].expand(n, 6))
+            assert torch.equal(batch.last[b, :n], -expected[:, None].expand(n, 2))
+            padding = [batch.input_ids[b, n:], batch.loss_mask[b, n:], batch.taps[b, n:], batch.last[b, n:]]
+            assert not any(part.any() for part in padding)
+
+
+def test_cache_saves_the_forward_and_respects_its_limit():
+    rows = 8 * 4  # bytes of one position: 6 + 2 floats
+    target = CountingTarget()
+    online = Online(target, cache_bytes=9 * rows)  # a and c fit, b does not fit beside a
+    for _ in range(3):
+        online.batch(EXAMPLES)
+    assert target.sequences == 3 + 1 + 1
+    assert online.used_bytes == 9 * rows
+
+
+def test_cache_key_is_the_content_not_the_name():
+    """Fault 5."""
+    target = CountingTarget()
+    online = Online(target, cache_bytes=10**6)
+    online.batch([EXAMPLES[0]])
+    other = Example("a", EXAMPLES[0].input_ids + 1, EXAMPLES[0].loss_mask)
+    assert online.batch([other]).taps[0, 0, 0] == 1000.0
+    assert target.sequences == 2
+
+
+def test_cached_states_do_not_alias_the_batch():
+    online = Online(CountingTarget(), cache_bytes=10**6)
+    first = online.batch(EXAMPLES[:1])
+    first.taps.zero_()
+    assert online.batch(EXAMPLES[:1]).taps.any()
+
+
+LENGTHS = [5 + (i * 37) % 95 for i in range(211)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_plan_gives_every_example_once_and_equal_batches_per_rank(world):
+    """Faults 6 and 28: nothing dropped, no rank without a batch."""
+    plans = [plan_batches(LENGTHS, 256, seed=1, epoch=2, rank=rank, world=world) for rank in range(world)]
+    assert len({len(plan) for plan in plans}) == 1
+    assert sorted(i for plan in plans for batch in plan for i in batch) == list(range(len(LENGTHS)))
+    for plan in plans:
+        assert all(batch and len(batch) * max(LENGTHS[i] for i in batch) <= 256 for batch in plan)
+
+
+@pytest.mark.parametrize(("count", "world"), [(3, 2), (5, 4), (4, 4), (7, 2)])
+def test_plan_of_few_long_examples(count, world):
+    """Fault 28: all batches hold one example, so there is nothing to split."""
+    plans = [plan_batches([100] * count, 100, seed=0, epoch=0, rank=rank, world=world) for rank in range(world)]
+    assert len({len(plan) for plan in plans}) == 1
+    assert sorted(i for plan in plans for batch in plan for i in batch) == list(range(count))
+    assert all(batch for plan in plans for batch in plan)
+
+
+def test_plan_depends_on_seed_and_epoch_only():
+    plan = plan_batches(LENGTHS, 256, seed=1, epoch=0)
+    assert plan == plan_batches(LENGTHS, 256, seed=1, epoch=0)
+    others = [plan_batches(LENGTHS, 256, seed=1, epoch=1), plan_batches(LENGTHS, 256, seed=2, epoch=0)]
+    for other in others:
+        assert other != plan
+        assert {frozenset(batch) for batch in other} != {frozenset(batch) for batch in plan}
+
+
+def test_plan_pads_little():
+    plan = plan_batches(LENGTHS, 1024, seed=0, epoch=0)
+    padded = sum(len(batch) * max(LENGTHS[i] for i in batch) for batch in plan)
+    assert padded < 1.1 * sum(LENGTHS)
+
+
+def test_plan_refuses_what_it_cannot_do():
+    with pytest.raises(UserError, match="longest example has 99 tokens"):
+        plan_batches(LENGTHS, 64, seed=0, epoch=0)
+    with pytest.raises(UserError, match="1 examples for 2 processes"):
+        plan_batches([4], 64, seed=0, epoch=0, rank=0, world=2)
