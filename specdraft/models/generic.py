@@ -28,7 +28,9 @@ class GenericModel:
         self.config = model.config
         self.trunk = model.get_decoder()
         self.layers, self.norm = _layers_and_norm(self.trunk, self.config.num_hidden_layers)
-        self.cache_argument = "cache" if "cache" in inspect.signature(self.trunk.forward).parameters else "past_key_values"
+        self.cache_argument = (
+            "cache" if "cache" in inspect.signature(self.trunk.forward).parameters else "past_key_values"
+        )
         self.caught: dict[int, Tensor] = {}
         self.wanted: tuple[int, ...] = ()
         for index, module in enumerate((*self.layers, self.norm)):

@@ -78,7 +78,9 @@ class LeanModel:
     def norm(self, last: Tensor) -> Tensor:
         return rms_norm(last, self.final_norm, self.eps)
 
-    def forward(self, input_ids: Tensor, cache: KVCache | None, append: Append, taps: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
+    def forward(
+        self, input_ids: Tensor, cache: KVCache | None, append: Append, taps: tuple[int, ...]
+    ) -> tuple[list[Tensor], Tensor]:
         """[B,n] -> the inputs of the layers in `taps`, each [B,n,H], and the input of the final norm [B,n,H]."""
         hidden = F.embedding(input_ids, self.embedding)
         where = slice(append.start, append.end) if append.positions is None else append.positions
@@ -93,14 +95,19 @@ class LeanModel:
             hidden = hidden + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
         return tapped, hidden
 
-    def _attention(self, hidden: Tensor, index: int, layer: Layer, cache: KVCache | None, append: Append, cos: Tensor, sin: Tensor) -> Tensor:
+    def _attention(
+        self, hidden: Tensor, index: int, layer: Layer, cache: KVCache | None, append: Append, cos: Tensor, sin: Tensor
+    ) -> Tensor:
         batch, n, _ = hidden.shape
         heads, kv, width = self.num_heads, self.num_kv, self.head_dim
         x = rms_norm(hidden, layer.input_norm, self.eps)
         qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(batch, n, heads + 2 * kv, width)
         qk, v = qkv[:, :, : heads + kv], qkv[:, :, heads + kv :]
         if layer.q_norm is not None:
-            q, k = rms_norm(qk[:, :, :heads], layer.q_norm, self.eps), rms_norm(qk[:, :, heads:], layer.k_norm, self.eps)
+            q, k = (
+                rms_norm(qk[:, :, :heads], layer.q_norm, self.eps),
+                rms_norm(qk[:, :, heads:], layer.k_norm, self.eps),
+            )
             qk = torch.cat((q, k), dim=2)
         half = width // 2
         qk = qk * cos + torch.cat((qk[..., half:], qk[..., :half]), dim=-1) * sin
@@ -117,7 +124,9 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, is_caus
     batch, heads, n, width = q.shape
     groups = heads // keys.shape[1]
     if groups == 1 or is_causal:
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=is_causal, enable_gqa=groups > 1)
+        return F.scaled_dot_product_attention(
+            q, keys, values, attn_mask=mask, is_causal=is_causal, enable_gqa=groups > 1
+        )
     q = q.reshape(batch, keys.shape[1], groups * n, width)  # the queries that share a key head are rows of one product
     if mask is not None and n > 1:
         mask = mask.repeat(1, 1, groups, 1)

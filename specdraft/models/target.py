@@ -9,6 +9,7 @@ Letters: B rows, T tokens, n new tokens, H width, V vocabulary (real tokens: pad
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,9 @@ from transformers import PreTrainedTokenizerBase
 from specdraft.config import UserError
 from specdraft.models import lean as lean_path
 from specdraft.models.cache import Append, KVCache
+from specdraft.models.default_target import default_target
 from specdraft.models.generic import GenericModel
+from specdraft.models.load import load_model
 from specdraft.provenance import hash_json, hash_tensors
 
 MIN_LAYERS = 7  # below this the default taps (2, L//2, L-3) are not three different layers
@@ -74,11 +77,33 @@ class TargetModel:
         self._layers = lean_path.LeanModel(model) if self.is_lean else GenericModel(model)
 
     @classmethod
-    def from_model(cls, model, tokenizer=None, tap_layers: tuple[int, ...] | None = None, lean: bool = True) -> TargetModel:
+    def load(
+        cls,
+        path_or_id: str,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str = "cpu",
+        tap_layers: tuple[int, ...] | None = None,
+        revision: str | None = None,
+        lean: bool = True,
+    ) -> TargetModel:
+        """Read a target: "default", a Hugging Face folder, a folder or file with a GGUF, or a Hub id.
+
+        Raises:
+            UserError: not there, not a complete decoder-only model, or one whose logits we cannot reproduce.
+        """
+        where = str(default_target()) if path_or_id == "default" else str(path_or_id)
+        model, tokenizer = load_model(where, dtype, device, revision)
+        return cls(model, tokenizer, Path(where).name if Path(where).exists() else where, tap_layers, lean)
+
+    @classmethod
+    def from_model(
+        cls, model, tokenizer=None, tap_layers: tuple[int, ...] | None = None, lean: bool = True
+    ) -> TargetModel:
         """Wrap a Hugging Face model that is in memory already."""
         return cls(model, tokenizer, model.config.name_or_path or type(model).__name__, tap_layers, lean)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def features(self, input_ids: Tensor, lengths: Tensor) -> Features:
         """Taps and last states of right-padded rows; no logits are made. input_ids [B,T], lengths [B]; states at and after a
         row's length mean nothing (the attention is causal, so padding on the right changes nothing before it)."""
@@ -171,7 +196,11 @@ def _token_count(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def _eos_token_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> tuple[int, ...]:
     """Every id that ends an answer, of generation_config, config and tokenizer."""
-    sources = [model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id if tokenizer else None]
+    sources = [
+        model.generation_config.eos_token_id,
+        model.config.eos_token_id,
+        tokenizer.eos_token_id if tokenizer else None,
+    ]
     ids: list[int] = []
     for source in sources:
         ids += [source] if isinstance(source, int) else list(source or ())
