@@ -163,6 +163,19 @@ def render_prompt(tokenizer: Any, turns_so_far: Sequence[dict[str, str]]) -> lis
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def follow_up(tokenizer: Any, user: str) -> list[int]:
+    """Ids of a further user turn and of the header of its answer, to append to a conversation whose last answer ended
+    with its end-of-turn token. The conversation's own ids stay as the target wrote them."""
+    if not tokenizer.chat_template:
+        return tokenizer(PLAIN_SEPARATOR + user + PLAIN_SEPARATOR, add_special_tokens=False)["input_ids"]
+    sentinel = _absent_character(user)
+    turns = [("user", "a"), ("assistant", sentinel), ("user", user)]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    after = _render(tokenizer, messages, add_generation_prompt=True).partition(sentinel)[2]
+    ids = tokenizer(after, add_special_tokens=False)["input_ids"]
+    return ids[_end_of_turn(tokenizer, ids) :]  # it is there already
+
+
 def encode_conversation(tokenizer: Any, messages: Sequence[dict[str, Any]], max_length: int, id: str = "") -> Example:
     """Render, tokenise once, and mask what the assistant writes: reasoning, answer and end-of-turn token.
 
@@ -218,7 +231,7 @@ def encode_conversations(
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """Hash of all that decides which ids a text becomes: the tokenizer's own state, its special tokens, its template."""
+    """Hash of all that decides which ids a text becomes: the tokenizer's state, its special tokens, its template."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state.pop("padding", None)
     state.pop("truncation", None)
@@ -279,7 +292,7 @@ def _searched_spans(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[str
     """
     text = _render(tokenizer, messages)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    sentinel = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in text)
+    sentinel = _absent_character(text)
     blanked = [dict(message) for message in messages]
     for i in turns:
         thoughts, _ = _split_inline_reasoning(messages[i]["content"])
@@ -304,8 +317,8 @@ def _searched_spans(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[str
 def _restore_reasoning(
     tokenizer: Any, messages: list[dict[str, str]], text: str, spans: list[Span], tail: str
 ) -> tuple[str, list[Span]]:
-    """Some templates strip reasoning from every turn, the last included (DeepSeek-R1's), or do not know it: then the last
-    turn is built from the generation prompt and what the model wrote after it."""
+    """Some templates strip reasoning from every turn, the last included (DeepSeek-R1's), or do not know it: then the
+    last turn is built from the generation prompt and what the model wrote after it."""
     thoughts, answer = _split_inline_reasoning(messages[-1]["content"])
     reasoning = messages[-1].get("reasoning_content") or thoughts.removesuffix("</think>").split("<think>")[-1]
     if reasoning.strip() in text[slice(*spans[-1])]:
@@ -357,18 +370,26 @@ def _tokenise(tokenizer: Any, text: str, spans: list[Span]) -> tuple[list[int], 
     begins = _token_begins(offsets)
     mask = [False] * len(ids)
     for start, end in spans:
-        inside = [j for j, begin in enumerate(begins) if start <= begin < end]
-        for j in inside:
-            mask[j] = True
-        j = inside[-1] + 1 if inside else next((j for j, begin in enumerate(begins) if begin >= start), len(ids))
-        while (
-            j < len(ids) and text[begins[j] : offsets[j][1]].isspace() and ids[j] not in tokenizer.added_tokens_decoder
-        ):
-            j += 1
-        if j < len(ids) and ids[j] in tokenizer.added_tokens_decoder:
-            for k in range(inside[-1] + 1 if inside else j, j + 1):
-                mask[k] = True
+        first = next((j for j, begin in enumerate(begins) if begin >= start), len(ids))
+        stop = next((j for j, begin in enumerate(begins) if begin >= end), len(ids))
+        stop += _end_of_turn(tokenizer, ids[stop:])
+        mask[first:stop] = [True] * (stop - first)
     return ids, mask
+
+
+def _end_of_turn(tokenizer: Any, following: list[int]) -> int:
+    """How many of the ids that follow an answer end it: a special token, with white space before it; 0 without one."""
+    for count, token in enumerate(following, 1):
+        if token in tokenizer.added_tokens_decoder:
+            return count
+        if not tokenizer.decode([token]).isspace():
+            break
+    return 0
+
+
+def _absent_character(text: str) -> str:
+    """A private-use character that `text` does not contain."""
+    return next(character for character in map(chr, range(0xE000, 0xF900)) if character not in text)
 
 
 def _token_begins(offsets: list[Span]) -> list[int]:
