@@ -1,0 +1,81 @@
+"""What a round costs on this machine: seconds to draft k tokens and to verify n, as they are (no formula is fitted:
+they are not even monotone on a CPU), and the draft length that pays most by them.
+
+Measured inside the decoder on real prompts, so that caches are as cold as they will be. It knows nothing of how
+drafters work.
+
+Letters: k drafted tokens, n = k+1 tokens that the target runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from specdraft.config import UserError
+from specdraft.provenance import machine, write_json
+
+
+@dataclass
+class CostTable:
+    """Median seconds a round. draft[k], other[k]: drafting k tokens; sampling, acceptance and bookkeeping with k
+    drafted; verify[k]: the target over k+1 tokens, taps included; for k = 0..len-1. alone: one round of the target with
+    no drafter at all. machine, dtype: what it holds for."""
+
+    draft: list[float]
+    verify: list[float]
+    other: list[float]
+    alone: float
+    target: str
+    dtype: str
+    machine: dict
+
+    def round_seconds(self, k: int) -> float:
+        """T_draft(k) + T_verify(k+1), everything included."""
+        return self.draft[k] + self.verify[k] + self.other[k]
+
+    def expected_speedup(self, k: int, acceptance: Sequence[float]) -> float:
+        """tau_k * T_AR / (T_draft(k) + T_verify(k+1)) (papers (0.1)), tau_k = 1 + sum_{j<=k} prod_{i<=j} alpha_i.
+
+        acceptance: conditional acceptance alpha_1.. of at least k positions."""
+        tau, joint = 1.0, 1.0
+        for alpha in acceptance[:k]:
+            joint *= alpha
+            tau += joint
+        return tau * self.alone / self.round_seconds(k)
+
+    def best_length(self, acceptance: Sequence[float]) -> int:
+        """argmax over k of `expected_speedup`: exact, over every length that was measured and has an acceptance. 0
+        where the target alone is faster than any of them.
+
+        Raises:
+            UserError: more positions than lengths measured.
+        """
+        if len(acceptance) > len(self.draft) - 1:
+            raise UserError(
+                f"acceptance: got {len(acceptance)} positions, allowed: the {len(self.draft) - 1} that the costs "
+                "cover; measure longer drafts"
+            )
+        speedups = [1.0] + [self.expected_speedup(k, acceptance) for k in range(1, len(acceptance) + 1)]
+        return max(range(len(speedups)), key=speedups.__getitem__)
+
+    def save(self, path: Path) -> None:
+        write_json(path, asdict(self))
+
+    @classmethod
+    def load(cls, path: Path) -> CostTable:
+        """Raises UserError: no such file, not a cost table, one measured on another machine or thread count."""
+        try:
+            table = cls(**json.loads(Path(path).read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"cost table {path}: cannot be read ({error}); measure the costs again") from None
+        here = machine()
+        for key in ("processor", "threads", "gpus"):
+            if table.machine.get(key) != here[key]:
+                raise UserError(
+                    f"cost table {path}: measured with {key} {table.machine.get(key)!r}, here it is {here[key]!r}; "
+                    "measure the costs again"
+                )
+        return table
