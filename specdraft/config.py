@@ -97,6 +97,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
     """One YAML value -> the field's type. Only what config dataclasses use: scalars, optionals, literals, dicts, tuples, lists."""
+    if hint is Any:
+        return value
     if dataclasses.is_dataclass(hint):
         return config_from_dict(hint, value, where)
     origin, args = typing.get_origin(hint), typing.get_args(hint)

@@ -1,0 +1,193 @@
+"""The target answers prompts, many at a time: the text that a drafter should learn is the text that its target writes.
+
+Prompts are batched by length. Rows that have ended leave the batch, so that the rest go faster. Every finished batch is
+appended to answers.jsonl: an interrupted run goes on where it stopped. It knows nothing of drafters or training.
+
+Letters: B rows of a batch, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from specdraft.config import UserError
+from specdraft.data.chat import AnswerRow, follow_up, render_prompt
+from specdraft.data.tasks import Prompt
+from specdraft.decoding.sampling import Sampling, draw
+from specdraft.models.target import TargetModel
+from specdraft.provenance import hash_json, write_json
+
+
+@dataclass
+class AnswerConfig:
+    """max_new_tokens: tokens an answer may have.  batch_size: rows decoded together.  temperature, top_k, top_p: as in
+    `Sampling`; 0 = greedy.  seed: of the sampling; every prompt draws from its own stream, whatever the batch."""
+
+    max_new_tokens: int = 192
+    batch_size: int = 96
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_k, self.top_p)
+
+
+@dataclass
+class Conversation:
+    """A prompt on its way: the tokens so far, and the spans of them that the target wrote."""
+
+    prompt: Prompt
+    input_ids: list[int]
+    turn: int
+    spans: list[list[int]]
+    finished: list[bool]
+
+    def row(self) -> AnswerRow:
+        return AnswerRow(self.prompt.id, self.prompt.category, self.input_ids, self.spans, self.finished)
+
+
+def answer_prompts(target: TargetModel, prompts: Sequence[Prompt], path: Path, config: AnswerConfig) -> list[AnswerRow]:
+    """Write the target's answers to `prompts` into `path` (JSON lines), and return them in the order of the prompts.
+
+    Rows that `path` holds already, from an earlier run with the same target and configuration, are kept.
+
+    Raises:
+        UserError: no prompts; a prompt that leaves no room for an answer; a file made with another target or configuration.
+    """
+    if not prompts:
+        raise UserError("prompts: got none, at least one is needed; see data_prep/make_prompts.py")
+    rows = _resume(target, path, config)
+    waiting = [_start(target, prompt, config) for prompt in prompts if prompt.id not in rows]
+    waiting.sort(key=lambda conversation: len(conversation.input_ids))
+    written = sum(end - start for row in rows.values() for start, end in row.spans)
+    with open(path, "a", encoding="utf-8") as file, tqdm(total=len(prompts), initial=len(rows), desc="answers", unit="prompt") as bar:
+        started, tokens = time.perf_counter(), 0
+        while waiting:
+            batch, waiting = waiting[-config.batch_size :], waiting[: -config.batch_size]  # longest first: memory is known at once
+            for conversation in _answer_batch(target, batch, config):
+                if conversation.finished[-1] and _next_turn(target, conversation, config):
+                    waiting.append(conversation)
+                    continue
+                row = conversation.row()
+                rows[row.id] = row
+                file.write(row.to_json() + "\n")
+                tokens += sum(end - start for start, end in row.spans)
+                bar.update()
+            file.flush()
+            waiting.sort(key=lambda conversation: len(conversation.input_ids))
+            bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tok/s, {written + tokens:,} tokens")
+    return [rows[prompt.id] for prompt in prompts]
+
+
+def _answer_batch(target: TargetModel, batch: list[Conversation], config: AnswerConfig) -> list[Conversation]:
+    """One turn of every conversation of the batch: prefill together, then one token a row and step."""
+    lengths = [len(conversation.input_ids) for conversation in batch]
+    cache = target.new_cache(len(batch), max(lengths) + config.max_new_tokens)
+    ids = torch.zeros(len(batch), max(lengths), dtype=torch.int64)
+    for b, conversation in enumerate(batch):
+        ids[b, : lengths[b]] = torch.tensor(conversation.input_ids)
+        conversation.spans.append([lengths[b], lengths[b]])
+        conversation.finished.append(False)
+    step = target.forward(ids.to(target.device), cache, counts=lengths, want_taps=False, logits_for="last")
+    logits = step.logits[:, 0]
+    generators = [_generator(conversation, config) for conversation in batch]
+    live = list(range(len(batch)))  # batch index of every row of the cache
+    for count in range(1, config.max_new_tokens + 1):
+        tokens = _sample(logits, [generators[b] for b in live], config.sampling)
+        for b, token in zip(live, tokens, strict=True):
+            batch[b].input_ids.append(token)
+            batch[b].finished[-1] = token in target.eos_token_ids
+        keep = [row for row, b in enumerate(live) if not batch[b].finished[-1]]
+        if not keep or count == config.max_new_tokens:
+            break
+        if len(keep) < len(live):
+            cache.select(keep)
+            live, tokens = [live[row] for row in keep], [tokens[row] for row in keep]
+        column = torch.tensor(tokens, device=target.device)[:, None]
+        logits = target.forward(column, cache, want_taps=False, logits_for="last").logits[:, 0]
+    for conversation in batch:
+        conversation.spans[-1][1] = len(conversation.input_ids)
+    return batch
+
+
+def _sample(logits: Tensor, generators: list[torch.Generator | None], sampling: Sampling) -> list[int]:
+    """logits [B, V] -> one token a row."""
+    if sampling.greedy:
+        return logits.max(-1).indices.tolist()
+    laws = sampling.law(logits)
+    return [int(draw(law, generator)) for law, generator in zip(laws, generators, strict=True)]
+
+
+def _generator(conversation: Conversation, config: AnswerConfig) -> torch.Generator | None:
+    if config.sampling.greedy:
+        return None
+    seed = int(hash_json([config.seed, conversation.prompt.id, conversation.turn]), 16) % 2**63
+    return torch.Generator().manual_seed(seed)
+
+
+def _start(target: TargetModel, prompt: Prompt, config: AnswerConfig) -> Conversation:
+    messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
+    ids = render_prompt(target.tokenizer, [*messages, {"role": "user", "content": prompt.turns[0]}])
+    room = target.max_positions - config.max_new_tokens
+    if len(ids) > room:
+        raise UserError(
+            f"prompt {prompt.id!r}: got {len(ids)} tokens, allowed: {room} (the target's {target.max_positions} positions less "
+            f"{config.max_new_tokens} for the answer); shorten or remove it, or lower max_new_tokens"
+        )
+    return Conversation(prompt, ids, 0, [], [])
+
+
+def _next_turn(target: TargetModel, conversation: Conversation, config: AnswerConfig) -> bool:
+    """Add the prompt's next turn, if there is one and the context has room for it and its answer."""
+    conversation.turn += 1
+    if conversation.turn == len(conversation.prompt.turns):
+        return False
+    ids = follow_up(target.tokenizer, conversation.prompt.turns[conversation.turn])
+    if len(conversation.input_ids) + len(ids) + config.max_new_tokens > target.max_positions:
+        return False
+    conversation.input_ids += ids
+    return True
+
+
+def answers_key(target: TargetModel, config: AnswerConfig) -> dict[str, object]:
+    """What the answers depend on, the prompts apart."""
+    template = getattr(target.tokenizer, "chat_template", None)
+    return {"target": target.name, "target_hash": target.hash, "template": hash_json(template), **asdict(config)}
+
+
+def _resume(target: TargetModel, path: Path, config: AnswerConfig) -> dict[str, AnswerRow]:
+    """Rows of an earlier run; writes the key file beside `path` on the first run."""
+    key, key_path = answers_key(target, config), path.with_suffix(".key.json")
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(key_path, key)
+        path.touch()
+        return {}
+    found = json.loads(key_path.read_text()) if key_path.exists() else {}
+    differing = [name for name in key if name != "batch_size" and found.get(name) != key[name]]
+    if differing:
+        name = differing[0]
+        raise UserError(f"{path}: was made with {name} = {found.get(name)!r}, now {key[name]!r}; give another file, or remove this one")
+    return {row.id: row for row in _complete_rows(path)}
+
+
+def _complete_rows(path: Path) -> Iterator[AnswerRow]:
+    """Rows whose line is whole; a line cut by a crash is removed from the file."""
+    data = path.read_bytes()
+    end = data.rfind(b"\n") + 1
+    if end < len(data):
+        with open(path, "r+b") as file:
+            file.truncate(end)
+    for line in data[:end].decode().splitlines():
+        yield AnswerRow(**json.loads(line))

@@ -1,0 +1,108 @@
+"""Drafter checkpoints on disk: config.json, model.safetensors (no frozen target weights), provenance.json, README.md.
+
+Tensor names are those of EAGLE-3 checkpoints; a low-rank head is `lm_head.down` and `lm_head.weight`, a trimmed one adds
+the offsets `d2t` and the mask `t2d`. It knows nothing of training state (training/checkpoint.py) or of engines (export/).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from specdraft.config import UserError, config_from_dict, config_to_dict
+from specdraft.data.vocab import VocabMap
+from specdraft.models.eagle3 import Eagle3Config, Eagle3Drafter
+from specdraft.models.target import TargetModel
+from specdraft.provenance import atomic_path, provenance, write_json
+
+FORMAT = "specdraft-eagle3-1"
+
+
+def save_drafter(
+    folder: Path, drafter: Eagle3Drafter, target: TargetModel, card: str, run: dict[str, Any], dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Write the checkpoint folder atomically. `card`: text of README.md; `run`: the resolved configuration of the run."""
+    weights = {name: tensor.detach().to(dtype).contiguous().cpu() for name, tensor in drafter.state_dict().items()}
+    vocab_map = drafter.lm_head.vocab_map
+    if vocab_map is not None:
+        weights |= vocab_map.tensors()
+    config = {
+        "format": FORMAT,
+        "drafter": config_to_dict(drafter.config),
+        "target": {"name": target.name, "hash": target.hash, "vocab_size": target.vocab_size, "hidden_size": target.hidden_size},
+        "vocab_hash": None if vocab_map is None else vocab_map.hash,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    with atomic_path(folder) as temporary:
+        temporary.mkdir()
+        save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
+        write_json(temporary / "config.json", config)
+        write_json(temporary / "provenance.json", {**provenance(), "run": run})
+        (temporary / "README.md").write_text(card)
+
+
+def load_drafter(folder: Path, target: TargetModel, dtype: torch.dtype | None = None, device: str | None = None) -> Eagle3Drafter:
+    """Read a checkpoint folder for use with `target`, in the target's dtype and on its device unless told otherwise.
+
+    Raises:
+        UserError: not a drafter folder; a drafter of another target; a corrupt or incomplete checkpoint; a bad vocabulary map.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    made_for = config["target"]
+    if made_for["hash"] != target.hash:
+        raise UserError(
+            f"drafter {folder}: trained for the target {made_for['name']} ({made_for['hash']}), got {target.name} ({target.hash}); "
+            "give the target that it was trained for"
+        )
+    weights = _read_weights(folder / "model.safetensors")
+    vocab_map = None
+    if config["vocab_hash"] is not None:
+        vocab_map = VocabMap.from_tensors(weights, vocab_size=made_for["vocab_size"])
+        if vocab_map.hash != config["vocab_hash"]:
+            raise UserError(f"drafter {folder}: vocabulary map {vocab_map.hash}, config.json says {config['vocab_hash']}; the checkpoint is corrupt")
+        weights = {name: tensor for name, tensor in weights.items() if name not in ("d2t", "t2d")}
+    drafter = Eagle3Drafter(config_from_dict(Eagle3Config, config["drafter"], f"{folder}/config.json"), vocab_map)
+    _load_exactly(drafter, weights, folder)
+    drafter.to(dtype=dtype or target.dtype, device=device or target.device).eval().requires_grad_(False)
+    return drafter.bind(target.embedding_weight)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a drafter folder. Raises UserError where it is missing, unreadable, or of another kind."""
+    path = Path(folder) / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except OSError:
+        raise UserError(f"drafter {folder}: has no config.json; give a folder that a recipe wrote, such as runs/<name>/drafter") from None
+    except ValueError:
+        raise UserError(f"drafter {folder}: config.json is not JSON; the checkpoint is corrupt, restore or retrain it") from None
+    kind = config.get("format") if isinstance(config, dict) else None
+    if kind != FORMAT:
+        raise UserError(f"drafter {folder}: config.json has format {kind!r}, allowed: {FORMAT!r}; give a folder that a recipe wrote")
+    return config
+
+
+def _read_weights(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); the checkpoint is corrupt, restore or retrain it") from None
+
+
+def _load_exactly(drafter: Eagle3Drafter, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    wanted = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if wanted != found:
+        names = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+        first = names[0]
+        raise UserError(
+            f"drafter {folder}: {len(names)} tensors do not fit, the first: {first} is {found.get(first, 'missing')}, "
+            f"expected {wanted.get(first, 'nothing of that name')}; the checkpoint is corrupt or from another version"
+        )
+    drafter.load_state_dict(weights)

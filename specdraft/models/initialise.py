@@ -1,0 +1,124 @@
+"""A new drafter for a target: its shape from the target's config, its first weights from the target's own.
+
+The target's last layer, final norm and head do nearly what the drafter's must, so copying them saves a good part of the
+training (docs/log.md has the figures). It knows nothing of data or losses; features for the whitened head are handed in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from specdraft.config import UserError
+from specdraft.data.vocab import VocabMap
+from specdraft.models.eagle3 import Eagle3Config, Eagle3Drafter
+from specdraft.models.heads import HeadConfig, LowRankHead
+from specdraft.models.target import TargetModel
+
+
+@dataclass
+class DrafterConfig:
+    """What one chooses about a drafter; everything else is the target's.
+
+    body_init: `target` copies the target's last layer where the shapes agree (fresh weights elsewhere), `random` does not.
+    intermediate_size: width of the MLP; None = the target's.   tap_layers: None = (2, L//2, L-3).
+    """
+
+    head: HeadConfig = field(default_factory=HeadConfig)
+    body_init: Literal["target", "random"] = "target"
+    intermediate_size: int | None = None
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+
+
+def new_drafter(
+    target: TargetModel, config: DrafterConfig, vocab_map: VocabMap | None = None, features: Tensor | None = None
+) -> Eagle3Drafter:
+    """A drafter with its first weights, fp32, on the target's device. features [N, H]: final-normed target states, for a
+    `whitened_svd` head. Random weights come from torch's default generator: seed it before."""
+    if config.fc_norm and config.norm_before_fc:
+        raise UserError("drafter: fc_norm and norm_before_fc exclude each other; choose one")
+    drafter = Eagle3Drafter(eagle3_config(target, config), vocab_map)
+    _random_body(drafter)
+    if config.body_init == "target":
+        _copy_body(drafter, target)
+    if config.head.init != "random":
+        init_head(drafter, target, config.head.init, features)
+    return drafter.to(target.device).bind(target.embedding_weight)
+
+
+def eagle3_config(target: TargetModel, config: DrafterConfig) -> Eagle3Config:
+    """The target's widths, rotary scheme and positions; and the choices of `config`."""
+    hf = target.hf_config
+    heads = hf.num_attention_heads
+    rope = dict(hf.rope_parameters)
+    if "rope_type" not in rope:  # one scheme for each kind of layer (Gemma-3): the drafter's layer sees everything
+        rope = dict(rope["full_attention"])
+    return Eagle3Config(
+        hidden_size=target.hidden_size,
+        intermediate_size=config.intermediate_size or hf.intermediate_size,
+        num_attention_heads=heads,
+        num_key_value_heads=hf.num_key_value_heads,
+        head_dim=getattr(hf, "head_dim", None) or target.hidden_size // heads,
+        vocab_size=target.vocab_size,
+        max_position_embeddings=target.max_positions,
+        rope_parameters=rope,
+        tap_layers=target.tap_layers,
+        rms_norm_eps=hf.rms_norm_eps,
+        norm_before_residual=config.norm_before_residual,
+        norm_output=config.norm_output,
+        fc_norm=config.fc_norm,
+        norm_before_fc=config.norm_before_fc,
+        head=config.head,
+    )
+
+
+def init_head(drafter: Eagle3Drafter, target: TargetModel, init: str, features: Tensor | None) -> None:
+    """Rows (or the best low-rank stand-in) of the target's head."""
+    rows = target.head_weight.float()
+    head = drafter.lm_head
+    if not isinstance(head, LowRankHead):
+        head.init_from(rows)
+    elif init == "whitened_svd":
+        assert features is not None, "whitened_svd needs features"
+        states = features.double()
+        head.init_from(rows, states.T @ states / len(states))
+    else:
+        head.init_from(rows)
+
+
+def _random_body(drafter: Eagle3Drafter) -> None:
+    for module in drafter.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.in_features**-0.5 * 0.5)
+
+
+@torch.no_grad()
+def _copy_body(drafter: Eagle3Drafter, target: TargetModel) -> None:
+    """fc passes the last tap on; attention reads it as the target's last layer does (the embedding half starts at small
+    random weights); MLP and norms are that layer's. A tensor of another shape keeps its random start."""
+    h = drafter.config.hidden_size
+    source = target.model.get_decoder().layers[-1]
+    weights = source.state_dict()
+    drafter.fc.weight.mul_(0.1)
+    drafter.fc.weight[:, -h:] += torch.eye(h)
+    for name, parameter in drafter.midlayer.named_parameters():
+        weight = weights.get(name)
+        if "norm" in name or weight is None:
+            continue
+        if weight.shape == parameter.shape:
+            parameter.copy_(weight)
+        elif weight.shape == (parameter.shape[0], h):  # q, k, v read [embedding, hidden]
+            parameter[:, :h].mul_(0.2)
+            parameter[:, h:] = weight
+    ones = torch.ones(h, dtype=target.dtype, device=target.device)
+    before_mlp = "pre_feedforward_layernorm" if hasattr(source, "pre_feedforward_layernorm") else "post_attention_layernorm"
+    # the norm of a vector of ones is the norm's scale, whether a family stores w or w - 1
+    drafter.midlayer.hidden_norm.weight.copy_(source.input_layernorm(ones))
+    drafter.midlayer.post_attention_layernorm.weight.copy_(getattr(source, before_mlp)(ones))
+    drafter.norm.weight.copy_(target.norm(ones))

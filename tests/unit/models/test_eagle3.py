@@ -1,0 +1,156 @@
+"""The drafter's unroll and its decoding are one model; the unroll is the arithmetic of papers.md 8, written out naively."""
+
+import pytest
+import torch
+
+from specdraft.data.vocab import VocabMap
+from specdraft.decoding.sampling import greedy
+from specdraft.models.checkpoint import load_drafter, save_drafter
+from specdraft.models.heads import HeadConfig
+from specdraft.models.initialise import DrafterConfig, new_drafter
+from specdraft.testing import TINY_VOCAB, tiny_target
+
+FLAGS = [{}, {"norm_before_residual": True}, {"norm_output": True}, {"fc_norm": True}, {"norm_before_fc": True}]
+HEADS = [HeadConfig("full"), HeadConfig("lowrank", rank=8), HeadConfig("trimmed")]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target("llama", dtype=torch.float32)
+
+
+def make_drafter(target, **options):
+    torch.manual_seed(0)
+    config = DrafterConfig(**{"head": HeadConfig("full"), **options})
+    vocab_map = None
+    if config.head.kind == "trimmed":
+        counts = torch.arange(TINY_VOCAB) * 7 % TINY_VOCAB  # draft ids in another order than target ids
+        vocab_map = VocabMap.from_counts(counts, size=100)
+    features = torch.randn(500, target.hidden_size)
+    return new_drafter(target, config, vocab_map, features).eval()
+
+
+def chosen(drafter, head_input, choose=greedy):
+    column = choose(drafter.lm_head.logits(head_input))
+    ids = drafter.lm_head.target_ids()
+    return column if ids is None else ids[column]
+
+
+@torch.no_grad()
+def naive_unroll(drafter, taps, input_ids, row, steps):
+    """One row of one sequence, step by step, over explicit lists of keys and values. taps [T, A*H]; input_ids [T]."""
+    fused = drafter.fuse(taps[None])
+    keys, values, outputs, hidden = [], [], [], None
+    for i in range(row + 1):
+        x, residual = drafter.layer_input(fused[:, i : i + 1], input_ids[None, i + 1 : i + 2])
+        k, v = drafter.keys_values(x, torch.tensor([[i]]))
+        keys.append(k), values.append(v)
+    for step in range(steps):
+        position = torch.tensor([[row + step]])
+        if step:
+            x, residual = drafter.layer_input(hidden, input_ids[None, row + 1 + step : row + 2 + step])
+            k, v = drafter.keys_values(x, position)
+            keys.append(k), values.append(v)
+        q = drafter.queries(x, position)
+        groups = q.shape[1] // keys[0].shape[1]
+        k = torch.cat(keys, 2).repeat_interleave(groups, 1)
+        v = torch.cat(values, 2).repeat_interleave(groups, 1)
+        weights = torch.softmax(q @ k.transpose(2, 3) / q.shape[-1] ** 0.5, -1)
+        hidden, normed = drafter.finish(weights @ v, residual)
+        outputs.append(normed[0, 0])
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_unroll_is_the_papers_arithmetic(target, flags):
+    """Fault 22: positions advance with the unroll; nothing but the causal past and a row's own steps is seen."""
+    drafter = make_drafter(target, body_init="random", **flags)
+    input_ids = torch.randint(3, TINY_VOCAB, (2, 14))
+    taps = torch.randn(2, 14, 3 * target.hidden_size)
+    rows = torch.tensor([[3, 6, 9], [0, 5, 5]])
+    with torch.no_grad():
+        out = drafter.unroll(taps, input_ids, rows, 4)
+    for b in range(2):
+        for m in range(3):
+            expected = naive_unroll(drafter, taps[b], input_ids[b], int(rows[b, m]), 4)
+            torch.testing.assert_close(out[:, b, m], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("head", HEADS, ids=lambda head: head.kind)
+@pytest.mark.parametrize("flags", FLAGS[:3], ids=str)
+def test_decoding_gives_the_unrolls_logits(target, head, flags):
+    """Fault 32: what is trained is what is served. The rounds accept 2, 0 and 4 of 4 drafted tokens."""
+    drafter = make_drafter(target, head=head, **flags)
+    prompt = torch.randint(3, TINY_VOCAB, (1, 9))
+    committed = prompt
+    drafter.prefill(target.features(prompt[:, :-1], torch.tensor([8])).taps, prompt)
+    for accepted in (2, 0, 4):
+        seen = []
+
+        def choose(logits, seen=seen):
+            seen.append(logits[0])
+            return greedy(logits), None
+
+        proposal = drafter.propose(4, choose)
+        assert proposal.parents == [-1, 0, 1, 2]
+        text = torch.cat([committed, proposal.tokens[None]], 1)
+        taps = target.features(text, torch.tensor([text.shape[1]])).taps
+        row = committed.shape[1] - 2
+        # the unroll may read taps of committed positions alone: spoil the rest
+        taps[:, row + 1 :] = 1e3
+        with torch.no_grad():
+            expected = drafter.lm_head.logits(drafter.unroll(taps, text, torch.tensor([[row]]), 4))[:, 0, 0]
+        torch.testing.assert_close(torch.stack(seen), expected, atol=2e-4, rtol=2e-4)
+        new = torch.cat([proposal.tokens[:accepted], torch.randint(3, TINY_VOCAB, (1,))])
+        committed = torch.cat([committed, new[None]], 1)
+        length = committed.shape[1] - 1
+        taps = target.features(committed[:, :-1], torch.tensor([length])).taps
+        drafter.observe(new, taps[:, length - accepted - 1 :])
+
+
+def test_live_rows_are_a_choice_of_columns(target):
+    """A live vocabulary composes with every head: rows of W, or rows of W_up; ids name the target's tokens."""
+    hidden = torch.randn(1, target.hidden_size)
+    live = torch.tensor([5, 2, 77])
+    for config in HEADS:
+        head = make_drafter(target, head=config).lm_head
+        torch.testing.assert_close(head.logits(hidden, live), head.logits(hidden)[:, live])
+        ids = head.target_ids(live)
+        assert ids.tolist() == ([5, 2, 77] if head.vocab_map is None else head.ids[live].tolist())
+
+
+def test_target_is_neither_trained_nor_saved(target, tmp_path):
+    """Fault 13: no frozen target weight among the parameters or in the checkpoint."""
+    drafter = make_drafter(target)
+    shapes = [tuple(p.shape) for name, p in drafter.named_parameters() if name != "lm_head.weight"]
+    assert (TINY_VOCAB, target.hidden_size) not in shapes
+    assert not any("embed" in name for name in drafter.state_dict())
+
+
+@pytest.mark.parametrize("head", HEADS, ids=lambda head: head.kind)
+def test_checkpoint_round_trip(target, tmp_path, head):
+    drafter = make_drafter(target, head=head, norm_output=True)
+    save_drafter(tmp_path / "d", drafter, target, "# card", {"seed": 1}, torch.float32)
+    loaded = load_drafter(tmp_path / "d", target)
+    input_ids = torch.randint(3, TINY_VOCAB, (1, 10))
+    taps = torch.randn(1, 10, 3 * target.hidden_size)
+    rows = torch.tensor([[2, 4]])
+    with torch.no_grad():
+        a, b = (m.lm_head.logits(m.unroll(taps, input_ids, rows, 3)) for m in (drafter, loaded))
+    assert torch.equal(a, b)
+    assert sorted(p.name for p in (tmp_path / "d").iterdir()) == ["README.md", "config.json", "model.safetensors", "provenance.json"]
+
+
+def test_first_weights_come_from_the_target(target):
+    """The whitened factors are the best of their rank on the features; the body is the target's last layer."""
+    torch.manual_seed(0)
+    features = torch.randn(2000, target.hidden_size) @ torch.diag(torch.logspace(0, -2, target.hidden_size))
+    errors = {}
+    for init in ("random", "svd", "whitened_svd"):
+        head = new_drafter(target, DrafterConfig(head=HeadConfig("lowrank", rank=8, init=init)), None, features).lm_head
+        wanted = features @ target.head_weight.T
+        errors[init] = float(((head.logits(features) - wanted) ** 2).mean().detach() / (wanted**2).mean())
+    assert errors["whitened_svd"] < errors["svd"] < errors["random"]
+    u, s, v = torch.linalg.svd(wanted, full_matrices=False)
+    best = float((s[8:] ** 2).sum() / (s**2).sum())
+    assert errors["whitened_svd"] == pytest.approx(best, rel=1e-3)
