@@ -20,13 +20,13 @@ from specdraft.provenance import machine, write_json
 
 @dataclass
 class CostTable:
-    """Median seconds a round. draft[k], other[k]: drafting k tokens; sampling, acceptance and bookkeeping with k
-    drafted; verify[k]: the target over k+1 tokens, taps included; for k = 0..len-1. alone: one round of the target with
-    no drafter at all. machine, dtype: what it holds for."""
+    """Median seconds of a round that drafts k tokens, k = 0..K: draft[k] for all that the drafter does, verify[k] for
+    the target over k+1 tokens, sample[k] for choosing tokens. alone: a whole round of the target with no drafter.
+    target, dtype, machine: what it holds for."""
 
     draft: list[float]
     verify: list[float]
-    other: list[float]
+    sample: list[float]
     alone: float
     target: str
     dtype: str
@@ -34,7 +34,7 @@ class CostTable:
 
     def round_seconds(self, k: int) -> float:
         """T_draft(k) + T_verify(k+1), everything included."""
-        return self.draft[k] + self.verify[k] + self.other[k]
+        return self.draft[k] + self.verify[k] + self.sample[k]
 
     def expected_speedup(self, k: int, acceptance: Sequence[float]) -> float:
         """tau_k * T_AR / (T_draft(k) + T_verify(k+1)) (papers (0.1)), tau_k = 1 + sum_{j<=k} prod_{i<=j} alpha_i.

@@ -77,7 +77,7 @@ def speculative_generate(
             f"length policy {type(length).__name__}: reads sampled tokens, got temperature {temperature}, allowed: 0 "
             "only, as it would bias the output; choose another policy"
         )
-    prompt = _check_prompt(input_ids, target)
+    prompt = check_prompt(input_ids, target)
     ending = Ending(target, len(prompt), max_new_tokens, stop, stop_ids)
     vocab = AllTokens() if vocab_policy is None else vocab_policy
     return _decode(target, drafter, prompt, ending, sampling, vocab, length, generator, _clock(target, synchronize))
@@ -234,7 +234,8 @@ def _check_chain(proposal: Proposal, budget: int) -> list[int]:
     return drafted
 
 
-def _check_prompt(input_ids: Sequence[int] | Tensor, target: TargetModel) -> list[int]:
+def check_prompt(input_ids: Sequence[int] | Tensor, target: TargetModel) -> list[int]:
+    """[T] or [1, T] token ids -> a list that `target` can be run on, with room for a token. Raises UserError otherwise."""
     ids = torch.as_tensor(input_ids)
     if ids.dim() == 2 and ids.shape[0] == 1:
         ids = ids[0]

@@ -68,8 +68,8 @@ class ScriptedTarget:
 
 
 class ScriptedDrafter:
-    """Drafts from `law(prefix) -> logits`, over the target ids `ids` (None = all), and keeps account of what it is told:
-    the committed tokens, and taps that must be those of the positions before the last of them."""
+    """Drafts from `law(prefix) -> logits`, over the target ids `ids` (None = all), and keeps account of what it is
+    told: the committed tokens, and taps that must be those of the positions before the last of them."""
 
     def __init__(self, law: Callable[[list[int]], torch.Tensor], ids: list[int] | None = None):
         self.law = law

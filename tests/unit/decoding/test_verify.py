@@ -39,7 +39,7 @@ def without(q, tokens):
     return q / q.sum() if q.sum() > 0 else q
 
 
-# --- ours: no error ---------------------------------------------------------------------------------------------------
+# --- ours: no error ---
 
 
 def test_chain_over_a_sub_vocabulary(monkeypatch):
@@ -118,7 +118,7 @@ def test_random_trees_two_tokens_deep(monkeypatch, kind, parents, seed):
     assert total_variation(exact_law(program), expected) < 1e-12
 
 
-# --- wrong variants: the enumeration sees them, with the errors of papers 9.3 -------------------------------------------
+# --- wrong variants: the enumeration sees them, with the errors of papers 9.3 ---
 
 
 def residual(p, q):
@@ -186,7 +186,7 @@ def test_wrong_variants_are_seen(variant, error):
     assert total_variation(exact_law(variant), TARGET) == pytest.approx(error, abs=5e-4 if error > 0.1 else 5e-5)
 
 
-# --- whether a token is verified must not depend on it (papers 9.4) ---------------------------------------------------
+# --- whether a token is verified must not depend on it (papers 9.4) ---
 
 
 def test_verifying_only_likely_tokens_biases_the_output(monkeypatch):
@@ -219,7 +219,7 @@ def test_depth_from_a_law_is_lossless_and_from_a_sample_is_not(monkeypatch, from
     assert total_variation(exact_law(program), expected) == pytest.approx(error, abs=1e-9)
 
 
-# --- greedy -----------------------------------------------------------------------------------------------------------
+# --- greedy ---
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -1,0 +1,363 @@
+"""Measurements of real decodes: the speedup over the target alone, and the costs of a round.
+
+Both sides run in one process, prompt by prompt, in turning order, by the same loop and the same counting; warm-up is
+left out. It knows nothing of files or of how drafters were trained.
+
+Letters: k drafted tokens, K longest draft.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import psutil
+import torch
+from tqdm import tqdm
+
+from specdraft.config import UserError
+from specdraft.decoding.costs import CostTable
+from specdraft.decoding.generate import GenerateOutput, autoregressive_generate, check_prompt, speculative_generate
+from specdraft.decoding.length_policies import LengthPolicy
+from specdraft.decoding.trace import (
+    DecodeTrace,
+    Round,
+    conditional_acceptance,
+    first_divergence,
+    joint_acceptance,
+    mean_request_tau,
+    tau,
+    tokens_per_second,
+    top2_margin,
+)
+from specdraft.decoding.vocab_policies import VocabPolicy
+from specdraft.models.drafter import Drafter
+from specdraft.models.target import TargetModel
+from specdraft.provenance import machine
+
+BUSY = 0.05  # share of all cores used by others above which times are not to be trusted
+WARM_UP_TOKENS = 16
+RESAMPLES = 2000
+MIN_ROUNDS = 5  # for a median of the cost of one draft length
+TARGET_ALONE = "target alone"
+
+
+@dataclass
+class Contender:
+    """What is measured against the target alone."""
+
+    drafter: Drafter
+    length_policy: LengthPolicy | None = None
+    vocab_policy: VocabPolicy | None = None
+
+
+@dataclass
+class Divergence:
+    """Where a greedy output parts from the target's own: prompt number, index of the new token, and how far the
+    target's two best logits are apart there, in its own dtype. Rounding explains small margins, and nothing explains
+    large ones."""
+
+    prompt: int
+    index: int
+    margin: float
+
+
+@dataclass
+class Speedup:
+    """A measured speedup over the target alone. Milliseconds are medians over rounds (draft_ms includes head_ms; rounds
+    that drafted nothing are left out); rates are totals over totals, prefill included.
+
+    speedup: ratio of tokens_per_second to target_tokens_per_second; low, high: 95 % bootstrap interval over prompts.
+    decode_speedup: the same without the prefills.   match_rate: share of prompts whose greedy output equals the
+    target's own in this dtype; NaN at T > 0.   others_cpu_share: of all cores, while it ran (0..1).   warning: empty,
+    or why not to trust it.
+    """
+
+    prompts: int
+    max_new_tokens: int
+    temperature: float
+    speedup: float
+    speedup_low: float
+    speedup_high: float
+    decode_speedup: float
+    tau: float
+    mean_request_tau: float
+    conditional_acceptance: list[float]
+    joint_acceptance: list[float]
+    tokens_per_second: float
+    target_tokens_per_second: float
+    tokens: int
+    target_tokens: int
+    mean_drafted: float
+    draft_ms: float
+    head_ms: float
+    verify_ms: float
+    sample_ms: float
+    target_ms: float
+    match_rate: float
+    divergences: list[Divergence]
+    others_cpu_share: float
+    warning: str
+    dtype: str
+    machine: dict
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+
+def measure_speedup(
+    target: TargetModel,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    length_policy: LengthPolicy | None = None,
+    vocab_policy: VocabPolicy | None = None,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> Speedup:
+    """One drafter against the target alone on `prompts` (token ids). See `measure_speedups`."""
+    contenders = {"drafter": Contender(drafter, length_policy, vocab_policy)}
+    return measure_speedups(
+        target, contenders, prompts, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
+    )["drafter"]
+
+
+def measure_speedups(
+    target: TargetModel,
+    contenders: dict[str, Contender],
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> dict[str, Speedup]:
+    """Every contender and the target alone on every prompt; who goes first turns from prompt to prompt, so that a drift
+    of the machine meets all alike. At T > 0 prompt i is sampled with the seed `seed + i` on every side.
+
+    Raises:
+        UserError: no prompts, or one that the target cannot take.
+    """
+    if not prompts:
+        raise UserError("speedup: got no prompts, needs at least one; give more held-out prompts")
+    for prompt in prompts:
+        check_prompt(prompt, target)
+
+    def run(name: str, number: int, count: int) -> GenerateOutput:
+        generator = torch.Generator().manual_seed(seed + number)
+        prompt, sync = prompts[number], target.device.type != "cpu"
+        if name == TARGET_ALONE:
+            return autoregressive_generate(
+                target, prompt, max_new_tokens=count, temperature=temperature, generator=generator, synchronize=sync
+            )
+        contender = contenders[name]
+        return speculative_generate(
+            target,
+            contender.drafter,
+            prompt,
+            max_new_tokens=count,
+            temperature=temperature,
+            length_policy=contender.length_policy,
+            vocab_policy=contender.vocab_policy,
+            generator=generator,
+            synchronize=sync,
+        )
+
+    names = [TARGET_ALONE, *contenders]
+    for name in names:
+        run(name, 0, min(max_new_tokens, WARM_UP_TOKENS))
+    outputs: dict[str, list[GenerateOutput]] = {name: [] for name in names}
+    others = OthersCpu()
+    for number in tqdm(range(len(prompts)), desc="speedup", unit="prompt"):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            outputs[name].append(run(name, number, max_new_tokens))
+    share = others.share()
+    alone = outputs.pop(TARGET_ALONE)
+    settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "others_cpu_share": share}
+    return {name: _summarise(target, prompts, own, alone, **settings) for name, own in outputs.items()}
+
+
+def measure_costs(
+    target: TargetModel,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_length: int,
+    max_new_tokens: int = 64,
+    vocab_policy: VocabPolicy | None = None,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> tuple[CostTable, list[float]]:
+    """T_draft(k) and T_verify(k+1) for k = 0..max_length, inside the decoder on real prompts: the draft length changes
+    from round to round, so that a drift of the machine meets all lengths alike. The first prompt is warm-up and is run
+    again.
+
+    Returns: the table, and the conditional acceptance alpha_1.. seen on the way (as far as every position was tried):
+    what `CostTable.best_length` needs.
+
+    Raises:
+        UserError: no prompts; too few rounds for some length.
+    """
+    if not prompts:
+        raise UserError("costs: got no prompts, needs at least one; give more held-out prompts")
+    sync = target.device.type != "cpu"
+    alone: list[Round] = []
+    traces: list[DecodeTrace] = []
+    policy = _Shuffled(max_length, seed)
+    for number, prompt in enumerate(tqdm([prompts[0], *prompts], desc="costs", unit="prompt")):
+        generator = torch.Generator().manual_seed(seed + number)
+        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "synchronize": sync}
+        own = autoregressive_generate(target, prompt, generator=generator, **options)
+        drafted = speculative_generate(
+            target, drafter, prompt, length_policy=policy, vocab_policy=vocab_policy, generator=generator, **options
+        )
+        if number:
+            alone += own.trace.rounds
+            traces.append(drafted.trace)
+    by_length = [[r for t in traces for r in t.rounds if r.drafted == k] for k in range(max_length + 1)]
+    scarce = [k for k, rounds in enumerate(by_length) if len(rounds) < MIN_ROUNDS]
+    if scarce or not alone:
+        raise UserError(
+            f"costs: fewer than {MIN_ROUNDS} rounds that drafted {scarce} tokens; give more prompts, or a larger "
+            "max_new_tokens"
+        )
+    table = CostTable(
+        draft=[statistics.median(r.draft_s for r in rounds) for rounds in by_length],
+        verify=[statistics.median(r.verify_s for r in rounds) for rounds in by_length],
+        sample=[statistics.median(r.sample_s for r in rounds) for rounds in by_length],
+        alone=statistics.median(r.seconds for r in alone),
+        target=target.name,
+        dtype=str(target.dtype).removeprefix("torch."),
+        machine=machine(),
+    )
+    acceptance = conditional_acceptance(traces)
+    known = next((i for i, alpha in enumerate(acceptance) if alpha != alpha), len(acceptance))
+    return table, acceptance[:known]
+
+
+class OthersCpu:
+    """How much of the machine other processes use from now on."""
+
+    def __init__(self) -> None:
+        self.process = psutil.Process()
+        psutil.cpu_percent()  # the next call counts from here
+        self.own, self.start = self._own_seconds(), time.perf_counter()
+
+    def share(self) -> float:
+        """Of all cores, since the beginning (0..1)."""
+        total = psutil.cpu_percent() / 100
+        own = (self._own_seconds() - self.own) / (time.perf_counter() - self.start) / (os.cpu_count() or 1)
+        return max(0.0, total - own)
+
+    def _own_seconds(self) -> float:
+        return sum(self.process.cpu_times()[:2])
+
+
+class _Shuffled:
+    """Draft lengths 0..K in random order, all equally often."""
+
+    reads_samples = False
+
+    def __init__(self, longest: int, seed: int):
+        self.numbers, self.longest, self.waiting = random.Random(seed), longest, []
+
+    def begin(self) -> None:
+        pass
+
+    def length(self) -> int:
+        if not self.waiting:
+            self.waiting = self.numbers.sample(range(self.longest + 1), self.longest + 1)
+        return self.waiting.pop()
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        pass
+
+
+def _summarise(
+    target: TargetModel,
+    prompts: Sequence[Sequence[int]],
+    own: list[GenerateOutput],
+    alone: list[GenerateOutput],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    others_cpu_share: float,
+) -> Speedup:
+    traces, baseline = [output.trace for output in own], [output.trace for output in alone]
+    drafting = [r for trace in traces for r in trace.rounds if r.drafted]
+    low, high = _interval(traces, baseline)
+    divergences = _divergences(target, prompts, own, alone) if temperature == 0 else []
+    warning = ""
+    if others_cpu_share > BUSY:
+        warning = f"other processes used {others_cpu_share:.0%} of the machine: measure again when it is idle"
+    return Speedup(
+        prompts=len(prompts),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        speedup=tokens_per_second(traces) / tokens_per_second(baseline),
+        speedup_low=low,
+        speedup_high=high,
+        decode_speedup=_round_rate(traces) / _round_rate(baseline),
+        tau=tau(traces),
+        mean_request_tau=mean_request_tau(traces),
+        conditional_acceptance=conditional_acceptance(traces),
+        joint_acceptance=joint_acceptance(traces),
+        tokens_per_second=tokens_per_second(traces),
+        target_tokens_per_second=tokens_per_second(baseline),
+        tokens=sum(trace.tokens for trace in traces),
+        target_tokens=sum(trace.tokens for trace in baseline),
+        mean_drafted=statistics.fmean(r.drafted for r in drafting) if drafting else 0.0,
+        draft_ms=_median_ms([r.draft_s for r in drafting]),
+        head_ms=_median_ms([r.head_s for r in drafting]),
+        verify_ms=_median_ms([r.verify_s for r in drafting]),
+        sample_ms=_median_ms([r.sample_s for r in drafting]),
+        target_ms=_median_ms([r.seconds for trace in baseline for r in trace.rounds]),
+        match_rate=1 - len(divergences) / len(prompts) if temperature == 0 else float("nan"),
+        divergences=divergences,
+        others_cpu_share=others_cpu_share,
+        warning=warning,
+        dtype=str(target.dtype).removeprefix("torch."),
+        machine=machine(),
+    )
+
+
+def _interval(traces: list[DecodeTrace], baseline: list[DecodeTrace]) -> tuple[float, float]:
+    """95 % bootstrap interval of the ratio of total rates, prompts resampled together on both sides."""
+    picks = np.random.default_rng(0).integers(0, len(traces), (RESAMPLES, len(traces)))
+    rates = []
+    for side in (traces, baseline):
+        tokens, seconds = np.array([t.tokens for t in side]), np.array([t.seconds for t in side])
+        rates.append(tokens[picks].sum(1) / seconds[picks].sum(1))
+    low, high = np.percentile(rates[0] / rates[1], [2.5, 97.5])
+    return float(low), float(high)
+
+
+def _divergences(
+    target: TargetModel, prompts: Sequence[Sequence[int]], own: list[GenerateOutput], alone: list[GenerateOutput]
+) -> list[Divergence]:
+    """The first divergence of every prompt that has one, with the target's top-2 margin there."""
+    found = []
+    for number, (prompt, output, truth) in enumerate(zip(prompts, own, alone, strict=True)):
+        index = first_divergence(output.tokens, truth.tokens)
+        if index is None:
+            continue
+        ids = torch.tensor([[*prompt, *truth.tokens[:index]]], device=target.device)
+        step = target.forward(ids, target.new_cache(1, ids.shape[1]), want_taps=False, logits_for="last")
+        found.append(Divergence(number, index, top2_margin(step.logits[0, -1])))
+    return found
+
+
+def _round_rate(traces: list[DecodeTrace]) -> float:
+    """Tokens per second in rounds, prefills left out. NaN where every text ended with its first token."""
+    rounds = [r for trace in traces for r in trace.rounds]
+    return sum(r.emitted for r in rounds) / sum(r.seconds for r in rounds) if rounds else float("nan")
+
+
+def _median_ms(seconds: list[float]) -> float:
+    return 1e3 * statistics.median(seconds) if seconds else 0.0

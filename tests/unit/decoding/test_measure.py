@@ -1,0 +1,134 @@
+"""Speedups and costs on a scripted pair: the counting, not the clock."""
+
+import json
+import math
+
+import pytest
+import torch
+from scripted import ScriptedDrafter, ScriptedTarget
+
+from specdraft.config import UserError
+from specdraft.decoding.costs import CostTable
+from specdraft.decoding.length_policies import Fixed
+from specdraft.decoding.measure import Contender, OthersCpu, measure_costs, measure_speedup, measure_speedups
+
+PROMPTS = [[i, 3, 1] for i in range(5)]
+
+
+def drafter_of(target):
+    return ScriptedDrafter(target.logits)
+
+
+class Rounding(ScriptedTarget):
+    """Says something else in forwards of several tokens once its context is long: what low precision does."""
+
+    def forward(self, input_ids, cache, *, want_taps=True, logits_for="all"):
+        before = len(cache.tokens)
+        step = super().forward(input_ids, cache, want_taps=want_taps, logits_for=logits_for)
+        if input_ids.shape[1] > 1 and before >= 8:
+            step.logits = -step.logits
+        return step
+
+
+def test_numbers_of_a_perfect_drafter():
+    target = ScriptedTarget(vocab_size=8)
+    result = measure_speedup(target, drafter_of(target), PROMPTS, max_new_tokens=21, length_policy=Fixed(4))
+    assert result.tau == result.mean_request_tau == 5
+    assert result.conditional_acceptance == result.joint_acceptance == [1, 1, 1, 1]
+    assert result.mean_drafted == 4
+    assert result.tokens == result.target_tokens == 5 * 21
+    assert result.match_rate == 1
+    assert result.divergences == []
+    assert result.speedup == pytest.approx(result.tokens_per_second / result.target_tokens_per_second)
+    assert result.speedup_low <= result.speedup <= result.speedup_high
+    assert min(result.draft_ms, result.verify_ms, result.sample_ms, result.target_ms) > 0
+    assert json.loads(json.dumps(result.to_dict()))["tau"] == 5
+
+
+def test_both_sides_are_cut_at_the_end_token():
+    """Fault 30."""
+    target = ScriptedTarget(vocab_size=8, eos=(5, 7))
+    result = measure_speedup(target, drafter_of(target), PROMPTS, max_new_tokens=50, length_policy=Fixed(4))
+    assert result.tokens == result.target_tokens == sum(len(target.greedy(prompt, 50)) for prompt in PROMPTS)
+
+
+def test_divergences_are_reported_with_their_margin():
+    target = Rounding(vocab_size=8)
+    result = measure_speedup(target, drafter_of(target), PROMPTS, max_new_tokens=21, length_policy=Fixed(4))
+    assert result.match_rate == 0
+    assert [d.prompt for d in result.divergences] == [0, 1, 2, 3, 4]
+    first = result.divergences[0]
+    assert first.index == 1 + 5  # the prefill's token, one round of five; the second round starts at 8 cached tokens
+    best, second = target.logits(PROMPTS[0] + target.greedy(PROMPTS[0], first.index)).topk(2).values.tolist()
+    assert first.margin == pytest.approx(best - second)
+
+
+def test_contenders_turn_and_share_the_baseline(monkeypatch):
+    target = ScriptedTarget(vocab_size=8)
+    contenders = {"two": Contender(drafter_of(target), Fixed(2)), "none": Contender(drafter_of(target), Fixed(0))}
+    results = measure_speedups(target, contenders, PROMPTS, max_new_tokens=19)
+    assert {name: result.tau for name, result in results.items()} == {"two": 3, "none": 1}
+    assert results["none"].mean_drafted == 0
+    assert results["two"].target_tokens_per_second == results["none"].target_tokens_per_second
+
+
+def test_sampled_runs_have_no_match_rate_and_follow_the_seed():
+    target = ScriptedTarget(vocab_size=8, eos=(5,))
+    runs = [
+        measure_speedup(target, drafter_of(target), PROMPTS, max_new_tokens=30, temperature=1.0, seed=seed)
+        for seed in (0, 0, 1)
+    ]
+    assert math.isnan(runs[0].match_rate)
+    assert runs[0].tokens == runs[1].tokens != runs[2].tokens
+
+
+def test_a_busy_machine_is_named(monkeypatch):
+    target = ScriptedTarget(vocab_size=8)
+    monkeypatch.setattr(OthersCpu, "share", lambda self: 0.4)
+    assert "40% of the machine" in measure_speedup(target, drafter_of(target), PROMPTS, max_new_tokens=4).warning
+    monkeypatch.setattr(OthersCpu, "share", lambda self: 0.01)
+    assert measure_speedup(target, drafter_of(target), PROMPTS, max_new_tokens=4).warning == ""
+
+
+def test_no_prompts_is_an_error():
+    target = ScriptedTarget()
+    with pytest.raises(UserError, match="no prompts"):
+        measure_speedup(target, drafter_of(target), [], max_new_tokens=4)
+    with pytest.raises(UserError, match="no prompts"):
+        measure_costs(target, drafter_of(target), [], max_length=2)
+
+
+def test_a_bad_prompt_is_refused_before_anything_runs():
+    target = ScriptedTarget(vocab_size=8)
+    with pytest.raises(UserError, match="prompt: got token ids from 1 to 8"):
+        measure_speedup(target, drafter_of(target), [*PROMPTS, [1, 8]], max_new_tokens=4)
+    assert target.forwards == 0
+
+
+def test_costs_cover_every_length():
+    target = ScriptedTarget(vocab_size=8)
+    table, acceptance = measure_costs(target, drafter_of(target), PROMPTS, max_length=3, max_new_tokens=40)
+    assert len(table.draft) == len(table.verify) == len(table.sample) == 4
+    assert min(table.draft[1:] + table.verify + table.sample + [table.alone]) > 0
+    assert acceptance == [1, 1, 1]
+    assert isinstance(table.best_length(acceptance), int)
+
+
+def test_costs_of_too_few_rounds_are_refused():
+    target = ScriptedTarget(vocab_size=8)
+    with pytest.raises(UserError, match="fewer than 5 rounds that drafted"):
+        measure_costs(target, drafter_of(target), PROMPTS[:1], max_length=6, max_new_tokens=20)
+
+
+def test_costs_drop_positions_that_were_never_reached():
+    target = ScriptedTarget(vocab_size=8)
+    blind = ScriptedDrafter(lambda prefix: -target.logits(prefix))
+    _, acceptance = measure_costs(target, blind, PROMPTS, max_length=2, max_new_tokens=40)
+    assert acceptance == [0]
+
+
+def test_the_table_is_usable_at_once():
+    target = ScriptedTarget(vocab_size=8)
+    table, acceptance = measure_costs(target, drafter_of(target), PROMPTS, max_length=2, max_new_tokens=40)
+    assert isinstance(table, CostTable)
+    assert torch.isfinite(torch.tensor([table.expected_speedup(k, acceptance) for k in range(3)])).all()
