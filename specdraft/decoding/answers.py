@@ -19,11 +19,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specdraft.config import UserError
-from specdraft.data.chat import AnswerRow, follow_up, render_prompt
+from specdraft.data.chat import AnswerRow, follow_up, read_answers, render_prompt
 from specdraft.data.tasks import Prompt
 from specdraft.decoding.sampling import Sampling, draw
 from specdraft.models.target import TargetModel
-from specdraft.provenance import hash_json, write_json
+from specdraft.provenance import atomic_path, hash_json, write_json
+
+COMPACT = 0.85  # rows leave a batch together, when this share of them is left: leaving copies keys and values
 
 
 @dataclass
@@ -67,14 +69,20 @@ def answer_prompts(target: TargetModel, prompts: Sequence[Prompt], path: Path, c
     """
     if not prompts:
         raise UserError("prompts: got none, at least one is needed; see data_prep/make_prompts.py")
-    rows = _resume(target, path, config)
+    rows = _resume(target, prompts, path, config)
     waiting = [_start(target, prompt, config) for prompt in prompts if prompt.id not in rows]
     waiting.sort(key=lambda conversation: len(conversation.input_ids))
     written = sum(end - start for row in rows.values() for start, end in row.spans)
-    with open(path, "a", encoding="utf-8") as file, tqdm(total=len(prompts), initial=len(rows), desc="answers", unit="prompt") as bar:
+    with (
+        open(path, "a", encoding="utf-8") as file,
+        tqdm(total=len(prompts), initial=len(rows), desc="answers", unit="prompt") as bar,
+    ):
         started, tokens = time.perf_counter(), 0
         while waiting:
-            batch, waiting = waiting[-config.batch_size :], waiting[: -config.batch_size]  # longest first: memory is known at once
+            batch, waiting = (
+                waiting[-config.batch_size :],
+                waiting[: -config.batch_size],
+            )  # longest first: memory is known at once
             for conversation in _answer_batch(target, batch, config):
                 if conversation.finished[-1] and _next_turn(target, conversation, config):
                     waiting.append(conversation)
@@ -106,12 +114,13 @@ def _answer_batch(target: TargetModel, batch: list[Conversation], config: Answer
     for count in range(1, config.max_new_tokens + 1):
         tokens = _sample(logits, [generators[b] for b in live], config.sampling)
         for b, token in zip(live, tokens, strict=True):
-            batch[b].input_ids.append(token)
-            batch[b].finished[-1] = token in target.eos_token_ids
+            if not batch[b].finished[-1]:
+                batch[b].input_ids.append(token)
+                batch[b].finished[-1] = token in target.eos_token_ids
         keep = [row for row, b in enumerate(live) if not batch[b].finished[-1]]
         if not keep or count == config.max_new_tokens:
             break
-        if len(keep) < len(live):
+        if len(keep) <= COMPACT * len(live):
             cache.select(keep)
             live, tokens = [live[row] for row in keep], [tokens[row] for row in keep]
         column = torch.tensor(tokens, device=target.device)[:, None]
@@ -137,8 +146,7 @@ def _generator(conversation: Conversation, config: AnswerConfig) -> torch.Genera
 
 
 def _start(target: TargetModel, prompt: Prompt, config: AnswerConfig) -> Conversation:
-    messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
-    ids = render_prompt(target.tokenizer, [*messages, {"role": "user", "content": prompt.turns[0]}])
+    ids = _prompt_ids(target, prompt)
     room = target.max_positions - config.max_new_tokens
     if len(ids) > room:
         raise UserError(
@@ -146,6 +154,11 @@ def _start(target: TargetModel, prompt: Prompt, config: AnswerConfig) -> Convers
             f"{config.max_new_tokens} for the answer); shorten or remove it, or lower max_new_tokens"
         )
     return Conversation(prompt, ids, 0, [], [])
+
+
+def _prompt_ids(target: TargetModel, prompt: Prompt) -> list[int]:
+    messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
+    return render_prompt(target.tokenizer, [*messages, {"role": "user", "content": prompt.turns[0]}])
 
 
 def _next_turn(target: TargetModel, conversation: Conversation, config: AnswerConfig) -> bool:
@@ -160,14 +173,47 @@ def _next_turn(target: TargetModel, conversation: Conversation, config: AnswerCo
     return True
 
 
+def read_parts(target: TargetModel, folder: Path, prompts: Sequence[Prompt]) -> dict[str, AnswerRow]:
+    """Answers to `prompts` among the files part-*.jsonl of `folder`, by prompt id. An answer to another text that had the
+    same id is left out."""
+    wanted = {prompt.id: prompt for prompt in prompts}
+    rows = (row for path in sorted(folder.glob("part-*.jsonl")) for row in _complete_rows(path))
+    return {row.id: row for row in rows if row.id in wanted and _answers(target, row, wanted[row.id])}
+
+
+def estimate_answers(target: TargetModel, prompts: Sequence[Prompt], config: AnswerConfig) -> str:
+    """One line: tokens, memory, disk, and the time that follows from a few timed steps at full batch size."""
+    batch = min(config.batch_size, len(prompts))
+    length = 64
+    cache = target.new_cache(batch, length + 8)
+    target.forward(
+        torch.zeros(batch, length, dtype=torch.int64, device=target.device), cache, want_taps=False, logits_for="none"
+    )
+    column = torch.zeros(batch, 1, dtype=torch.int64, device=target.device)
+    seconds = []
+    for _ in range(4):
+        start = time.perf_counter()
+        target.forward(column, cache, want_taps=False, logits_for="last").logits.flatten()[0].item()
+        seconds.append(time.perf_counter() - start)
+    tokens = len(prompts) * config.max_new_tokens
+    minutes = tokens * min(seconds) / batch / 60
+    held = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values) if tensor is not None)
+    memory = held / cache.max_length * (2 * length + config.max_new_tokens) / 1e9
+    return (
+        f"answers: at most {tokens:,} tokens, about {minutes:.1f} minutes, {memory:.1f} GB of memory, "
+        f"{tokens * 8 / 1e6:.0f} MB of disk (answers that end early cost less)"
+    )
+
+
 def answers_key(target: TargetModel, config: AnswerConfig) -> dict[str, object]:
-    """What the answers depend on, the prompts apart."""
-    template = getattr(target.tokenizer, "chat_template", None)
-    return {"target": target.name, "target_hash": target.hash, "template": hash_json(template), **asdict(config)}
+    """What the answers depend on, the prompts and the batch size apart."""
+    template = None if target.tokenizer is None else target.tokenizer.chat_template
+    settings = {name: value for name, value in asdict(config).items() if name != "batch_size"}
+    return {"target": target.name, "target_hash": target.hash, "template": hash_json(template), **settings}
 
 
-def _resume(target: TargetModel, path: Path, config: AnswerConfig) -> dict[str, AnswerRow]:
-    """Rows of an earlier run; writes the key file beside `path` on the first run."""
+def _resume(target: TargetModel, prompts: Sequence[Prompt], path: Path, config: AnswerConfig) -> dict[str, AnswerRow]:
+    """Rows of an earlier run; writes the key file beside `path` on the first run, drops stale rows from the file."""
     key, key_path = answers_key(target, config), path.with_suffix(".key.json")
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -175,11 +221,24 @@ def _resume(target: TargetModel, path: Path, config: AnswerConfig) -> dict[str, 
         path.touch()
         return {}
     found = json.loads(key_path.read_text()) if key_path.exists() else {}
-    differing = [name for name in key if name != "batch_size" and found.get(name) != key[name]]
+    differing = [name for name in key if found.get(name) != key[name]]
     if differing:
         name = differing[0]
-        raise UserError(f"{path}: was made with {name} = {found.get(name)!r}, now {key[name]!r}; give another file, or remove this one")
-    return {row.id: row for row in _complete_rows(path)}
+        raise UserError(
+            f"{path}: was made with {name} = {found.get(name)!r}, now {key[name]!r}; give another file, or remove this one"
+        )
+    wanted = {prompt.id: prompt for prompt in prompts}
+    rows = {row.id: row for row in _complete_rows(path)}
+    kept = {id: row for id, row in rows.items() if id not in wanted or _answers(target, row, wanted[id])}
+    if len(kept) < len(rows):
+        with atomic_path(path) as temporary:
+            temporary.write_text("".join(row.to_json() + "\n" for row in kept.values()), encoding="utf-8")
+    return kept
+
+
+def _answers(target: TargetModel, row: AnswerRow, prompt: Prompt) -> bool:
+    """Whether `row` answers exactly this prompt: what stands before its first answer is the prompt, token by token."""
+    return row.input_ids[: row.spans[0][0]] == _prompt_ids(target, prompt)
 
 
 def _complete_rows(path: Path) -> Iterator[AnswerRow]:
@@ -189,5 +248,5 @@ def _complete_rows(path: Path) -> Iterator[AnswerRow]:
     if end < len(data):
         with open(path, "r+b") as file:
             file.truncate(end)
-    for line in data[:end].decode().splitlines():
-        yield AnswerRow(**json.loads(line))
+    if end:
+        yield from read_answers(path)

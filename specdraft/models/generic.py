@@ -1,4 +1,4 @@
-"""The target's forward pass for any Hugging Face decoder-only model: its own code, our preallocated cache, hooks for the taps.
+"""The target's forward pass for any Hugging Face decoder-only model: its own code, our cache, hooks for the taps.
 
 It knows nothing of families, files or tokenizers. Sliding-window layers keep all their slots and get a mask, so that they are
 right after a crop too.
@@ -27,6 +27,7 @@ class GenericModel:
     def __init__(self, model: nn.Module):
         self.config = model.config
         self.trunk = model.get_decoder()
+        self.dtype = model.get_input_embeddings().weight.dtype
         self.layers, self.norm = _layers_and_norm(self.trunk, self.config.num_hidden_layers)
         self.cache_argument = (
             "cache" if "cache" in inspect.signature(self.trunk.forward).parameters else "past_key_values"
@@ -52,7 +53,7 @@ class GenericModel:
                 self.cache_argument: cache.view,
                 "use_cache": True,
                 "position_ids": positions,
-                "attention_mask": self._masks(append, positions),
+                "attention_mask": self._masks(append),
             }
         self.wanted = (*taps, len(self.layers))
         try:
@@ -68,22 +69,14 @@ class GenericModel:
 
         return catch
 
-    def _masks(self, append: Append, positions: Tensor) -> Tensor | dict[str, Tensor]:
-        """Additive masks [B or 1, 1, n, end]; one per kind of layer where the model has several kinds."""
-        slots = torch.arange(append.end, device=append.device)
-        visible = append.mask
-        if visible is None:
-            visible = append.new_slots()[:, None, :, None] >= slots
-        dtype = next(self.trunk.parameters()).dtype
-        masks = {"full_attention": _additive(visible, dtype)}
+    def _masks(self, append: Append) -> Tensor | dict[str, Tensor]:
+        """Masks to add, [B or 1, 1, n, end]; by kind of layer where the model tells its layers apart."""
+        visible = append.causal_mask() if append.mask is None else append.mask
         window = getattr(self.config, "sliding_window", None)
-        if window is not None:
-            near = append.new_slots()[:, None, :, None] - slots < window
-            masks["sliding_attention"] = _additive(visible & near, dtype)
-        kinds = getattr(self.config, "layer_types", None)
-        if kinds is None:
-            return masks["full_attention"] if window is None else masks["sliding_attention"]
-        return masks
+        near = visible if window is None else visible & (append.distance() < window)
+        masks = {"full_attention": _additive(visible, self.dtype), "sliding_attention": _additive(near, self.dtype)}
+        has_kinds = getattr(self.config, "layer_types", None) is not None
+        return masks if has_kinds else masks["sliding_attention"]
 
 
 class HookedCache(KVCache):
@@ -108,7 +101,10 @@ class CacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args, **_kwargs) -> tuple[Tensor, Tensor]:
-        return self.owner.write(self.index, key_states, value_states, self.owner.append)
+        stored = self.owner.write(
+            self.index, key_states.transpose(1, 2), value_states.transpose(1, 2), self.owner.append
+        )
+        return stored[0].transpose(1, 2), stored[1].transpose(1, 2)
 
     def get_seq_length(self) -> int:
         return self.owner.append.start

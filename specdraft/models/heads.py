@@ -92,7 +92,9 @@ class LowRankHead(Head):
     def __init__(self, hidden_size: int, vocab_size: int, rank: int):
         super().__init__()
         if not 1 <= rank <= hidden_size:
-            raise UserError(f"head.rank: got {rank}, allowed: 1 to the width {hidden_size}; H/8 = {hidden_size // 8} is the usual choice")
+            raise UserError(
+                f"head.rank: got {rank}, allowed: 1 to the width {hidden_size}; H/8 = {hidden_size // 8} is the usual choice"
+            )
         self.down = nn.Parameter(torch.randn(rank, hidden_size) * hidden_size**-0.5)
         self.weight = nn.Parameter(torch.randn(vocab_size, rank) * 0.1 * rank**-0.5)
 
@@ -128,7 +130,9 @@ def build_head(config: HeadConfig, hidden_size: int, vocab_size: int, vocab_map:
     """The head that `config` names. Raises UserError for a rank outside 1..H, or a trimmed head without a map."""
     if config.kind == "trimmed":
         if vocab_map is None:
-            raise UserError("head.kind trimmed: needs a vocabulary map; give head.vocab (data_prep/build_vocab.py makes one)")
+            raise UserError(
+                "head.kind trimmed: needs a vocabulary map; give head.vocab (data_prep/build_vocab.py makes one)"
+            )
         return TrimmedHead(hidden_size, vocab_map)
     if config.kind == "full":
         return FullHead(hidden_size, vocab_size)

@@ -6,7 +6,7 @@ training (docs/log.md has the figures). It knows nothing of data or losses; feat
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -21,13 +21,12 @@ from specdraft.models.target import TargetModel
 
 @dataclass
 class DrafterConfig:
-    """What one chooses about a drafter; everything else is the target's.
+    """What one chooses about a drafter's body; everything else is the target's. The head has a config of its own.
 
     body_init: `target` copies the target's last layer where the shapes agree (fresh weights elsewhere), `random` does not.
     intermediate_size: width of the MLP; None = the target's.   tap_layers: None = (2, L//2, L-3).
     """
 
-    head: HeadConfig = field(default_factory=HeadConfig)
     body_init: Literal["target", "random"] = "target"
     intermediate_size: int | None = None
     norm_before_residual: bool = False
@@ -37,22 +36,26 @@ class DrafterConfig:
 
 
 def new_drafter(
-    target: TargetModel, config: DrafterConfig, vocab_map: VocabMap | None = None, features: Tensor | None = None
+    target: TargetModel,
+    config: DrafterConfig,
+    head: HeadConfig,
+    vocab_map: VocabMap | None = None,
+    features: Tensor | None = None,
 ) -> Eagle3Drafter:
     """A drafter with its first weights, fp32, on the target's device. features [N, H]: final-normed target states, for a
     `whitened_svd` head. Random weights come from torch's default generator: seed it before."""
     if config.fc_norm and config.norm_before_fc:
         raise UserError("drafter: fc_norm and norm_before_fc exclude each other; choose one")
-    drafter = Eagle3Drafter(eagle3_config(target, config), vocab_map)
+    drafter = Eagle3Drafter(eagle3_config(target, config, head), vocab_map)
     _random_body(drafter)
     if config.body_init == "target":
         _copy_body(drafter, target)
-    if config.head.init != "random":
-        init_head(drafter, target, config.head.init, features)
+    if head.init != "random":
+        init_head(drafter, target, head.init, features)
     return drafter.to(target.device).bind(target.embedding_weight)
 
 
-def eagle3_config(target: TargetModel, config: DrafterConfig) -> Eagle3Config:
+def eagle3_config(target: TargetModel, config: DrafterConfig, head: HeadConfig) -> Eagle3Config:
     """The target's widths, rotary scheme and positions; and the choices of `config`."""
     hf = target.hf_config
     heads = hf.num_attention_heads
@@ -74,7 +77,7 @@ def eagle3_config(target: TargetModel, config: DrafterConfig) -> Eagle3Config:
         norm_output=config.norm_output,
         fc_norm=config.fc_norm,
         norm_before_fc=config.norm_before_fc,
-        head=config.head,
+        head=head,
     )
 
 
@@ -117,7 +120,9 @@ def _copy_body(drafter: Eagle3Drafter, target: TargetModel) -> None:
             parameter[:, :h].mul_(0.2)
             parameter[:, h:] = weight
     ones = torch.ones(h, dtype=target.dtype, device=target.device)
-    before_mlp = "pre_feedforward_layernorm" if hasattr(source, "pre_feedforward_layernorm") else "post_attention_layernorm"
+    before_mlp = (
+        "pre_feedforward_layernorm" if hasattr(source, "pre_feedforward_layernorm") else "post_attention_layernorm"
+    )
     # the norm of a vector of ones is the norm's scale, whether a family stores w or w - 1
     drafter.midlayer.hidden_norm.weight.copy_(source.input_layernorm(ones))
     drafter.midlayer.post_attention_layernorm.weight.copy_(getattr(source, before_mlp)(ones))

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -21,6 +20,7 @@ from specdraft.models import lean as lean_path
 from specdraft.models.cache import Append, KVCache
 from specdraft.models.default_target import default_target
 from specdraft.models.generic import GenericModel
+from specdraft.models.layers import FrozenLinear
 from specdraft.models.load import load_model
 from specdraft.provenance import hash_json, hash_tensors
 
@@ -69,6 +69,7 @@ class TargetModel:
         self.vocab_size = embedding.shape[0] if tokenizer is None else min(embedding.shape[0], _token_count(tokenizer))
         self.embedding_weight = embedding[: self.vocab_size]
         self.head_weight = model.get_output_embeddings().weight.detach()[: self.vocab_size]
+        self._head = FrozenLinear(self.head_weight)
         self.eos_token_ids = _eos_token_ids(model, tokenizer, self.vocab_size)
         self.embed_scale = EMBED_SCALES[config.model_type](config) if config.model_type in EMBED_SCALES else 1.0
         self.logit_scale = LOGIT_SCALES[config.model_type](config) if config.model_type in LOGIT_SCALES else 1.0
@@ -121,7 +122,7 @@ class TargetModel:
 
     def head(self, normed: Tensor) -> Tensor:
         """Head, logit scale and soft cap: [..,H] -> [..,V]."""
-        logits = F.linear(normed, self.head_weight)
+        logits = self._head(normed)
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         if self.logit_cap is not None:

@@ -19,15 +19,14 @@ def target():
     return tiny_target("llama", dtype=torch.float32)
 
 
-def make_drafter(target, **options):
+def make_drafter(target, head=HEADS[0], **options):
     torch.manual_seed(0)
-    config = DrafterConfig(**{"head": HeadConfig("full"), **options})
     vocab_map = None
-    if config.head.kind == "trimmed":
+    if head.kind == "trimmed":
         counts = torch.arange(TINY_VOCAB) * 7 % TINY_VOCAB  # draft ids in another order than target ids
         vocab_map = VocabMap.from_counts(counts, size=100)
     features = torch.randn(500, target.hidden_size)
-    return new_drafter(target, config, vocab_map, features).eval()
+    return new_drafter(target, DrafterConfig(**options), head, vocab_map, features).eval()
 
 
 def chosen(drafter, head_input, choose=greedy):
@@ -138,7 +137,12 @@ def test_checkpoint_round_trip(target, tmp_path, head):
     with torch.no_grad():
         a, b = (m.lm_head.logits(m.unroll(taps, input_ids, rows, 3)) for m in (drafter, loaded))
     assert torch.equal(a, b)
-    assert sorted(p.name for p in (tmp_path / "d").iterdir()) == ["README.md", "config.json", "model.safetensors", "provenance.json"]
+    assert sorted(p.name for p in (tmp_path / "d").iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "provenance.json",
+    ]
 
 
 def test_first_weights_come_from_the_target(target):
@@ -147,7 +151,7 @@ def test_first_weights_come_from_the_target(target):
     features = torch.randn(2000, target.hidden_size) @ torch.diag(torch.logspace(0, -2, target.hidden_size))
     errors = {}
     for init in ("random", "svd", "whitened_svd"):
-        head = new_drafter(target, DrafterConfig(head=HeadConfig("lowrank", rank=8, init=init)), None, features).lm_head
+        head = new_drafter(target, DrafterConfig(), HeadConfig("lowrank", rank=8, init=init), None, features).lm_head
         wanted = features @ target.head_weight.T
         errors[init] = float(((head.logits(features) - wanted) ** 2).mean().detach() / (wanted**2).mean())
     assert errors["whitened_svd"] < errors["svd"] < errors["random"]

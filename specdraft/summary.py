@@ -1,0 +1,152 @@
+"""What a run says about itself: the estimate before training, summary.json, the one-page summary, and the model card.
+
+It knows nothing of how the figures were made.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from specdraft.data.chat import AnswerRow, Example
+from specdraft.decoding.costs import CostTable
+from specdraft.decoding.measure import Speedup
+from specdraft.models.eagle3 import Eagle3Drafter
+from specdraft.models.target import TargetModel
+from specdraft.provenance import atomic_path, provenance, write_json
+from specdraft.training.loop import TrainConfig, TrainResult
+
+
+def training_estimate(target: TargetModel, train: Sequence[Example], config: TrainConfig, cache_gb: float) -> str:
+    """One line: sequences, tokens, memory and disk. The time stands in the progress bar after the first steps."""
+    tokens = sum(len(example.input_ids) for example in train)
+    supervised = sum(int(example.loss_mask.sum()) for example in train)
+    states = tokens * (len(target.tap_layers) + 1) * target.hidden_size * target.dtype.itemsize / 1e9
+    return (
+        f"training: {len(train):,} sequences, {tokens:,} tokens, {supervised:,} of them supervised; hidden states "
+        f"{states:.1f} GB, of which up to {cache_gb:.1f} GB are kept in memory"
+    )
+
+
+def results(
+    drafter: Eagle3Drafter,
+    rows: dict[str, AnswerRow],
+    trained: TrainResult,
+    costs: CostTable | None,
+    speedup: Speedup,
+    minutes: float,
+) -> dict[str, Any]:
+    """Everything that summary.json holds."""
+    head = drafter.lm_head
+    parameters = sum(parameter.numel() for parameter in drafter.parameters())
+    head_parameters = sum(parameter.numel() for parameter in head.parameters())
+    held_out = trained.best
+    return {
+        **speedup.to_dict(),
+        "minutes": round(minutes, 1),
+        "head": {"kind": drafter.config.head.kind, "rows": head.weight.shape[0], "width": head.weight.shape[1]},
+        "parameters": parameters,
+        "head_parameters": head_parameters,
+        "answer_tokens": sum(end - start for row in rows.values() for start, end in row.spans),
+        "training": {
+            "steps": trained.steps,
+            "epochs": trained.epochs,
+            "tokens": trained.tokens,
+            "minutes": trained.seconds / 60,
+        },
+        "held_out": held_out,
+        "costs": None if costs is None else vars(costs),
+        "provenance": provenance(),
+    }
+
+
+def write(folder: Path, name: str, target: TargetModel, found: dict[str, Any]) -> str:
+    """Write summary.json and summary.md into `folder`; returns the page."""
+    write_json(folder / "summary.json", found)
+    page = f"# {name}\n\n{describe(target, found)}\n\n{table(found)}\n\nDrafter: `{folder / 'drafter'}`\n"
+    if found["warning"]:
+        page += f"\n**Warning:** {found['warning']}\n"
+    with atomic_path(folder / "summary.md") as temporary:
+        temporary.write_text(page)
+    return "\n" + page
+
+
+def describe(target: TargetModel, found: dict[str, Any]) -> str:
+    """The result in two sentences, and why."""
+    head = found["head"]
+    shape = f"{head['rows']:,} x {head['width']}"
+    draft = found["mean_drafted"]
+    return (
+        f"**{found['speedup']:.2f}x** over {target.name} alone (95 % interval {found['speedup_low']:.2f} to {found['speedup_high']:.2f}) "
+        f"on {found['prompts']} held-out prompts at T = {found['temperature']:g} in {found['dtype']}: "
+        f"{found['tokens_per_second']:.1f} against {found['target_tokens_per_second']:.1f} tokens/s.\n\n"
+        f"Why: a round drafts {draft:.1f} tokens in {found['draft_ms']:.1f} ms (the {head['kind']} head of {shape} takes "
+        f"{found['head_ms']:.1f} of them), the target checks them in {found['verify_ms']:.1f} ms where one token alone takes "
+        f"{found['target_ms']:.1f}, and the round gives {found['tau']:.2f} tokens."
+    )
+
+
+def table(found: dict[str, Any]) -> str:
+    """The measured figures as a Markdown table, and where they were measured."""
+    acceptance = " / ".join(f"{alpha:.2f}" for alpha in found["conditional_acceptance"])
+    simulated = " / ".join(f"{hit:.2f}" for hit in found["held_out"]["hit"])
+    machine = found["provenance"]["machine"]
+    versions = ", ".join(f"{key} {value}" for key, value in found["provenance"]["versions"].items() if value)
+    rows = [
+        ("speedup", f"{found['speedup']:.2f}x ({found['speedup_low']:.2f} to {found['speedup_high']:.2f})"),
+        (
+            "tokens/s, with drafter / target alone",
+            f"{found['tokens_per_second']:.1f} / {found['target_tokens_per_second']:.1f}",
+        ),
+        ("tau, tokens per verify round (bonus included)", f"{found['tau']:.2f}"),
+        ("conditional acceptance by position", acceptance),
+        ("held-out top-1 agreement by step, simulated", simulated),
+        (
+            "draft / of it head / verify / sample, ms a round",
+            " / ".join(f"{found[key]:.1f}" for key in ("draft_ms", "head_ms", "verify_ms", "sample_ms")),
+        ),
+        ("target alone, ms a token", f"{found['target_ms']:.1f}"),
+        ("outputs equal to the target's own", f"{100 * found['match_rate']:.0f} %"),
+        ("answers, tokens", f"{found['answer_tokens']:,}"),
+        (
+            "training",
+            f"{found['training']['epochs']:.1f} epochs, {found['training']['tokens']:,} tokens, {found['training']['minutes']:.1f} min",
+        ),
+        (
+            "parameters, of them in the head",
+            f"{found['parameters'] / 1e6:.1f} M, {found['head_parameters'] / 1e6:.1f} M",
+        ),
+        ("whole run", f"{found['minutes']:.1f} min"),
+        (
+            "machine",
+            f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads"
+            + "".join(f", {gpu}" for gpu in machine["gpus"]),
+        ),
+        ("versions, date", f"{versions}, {found['provenance']['date']}"),
+    ]
+    return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows)
+
+
+def model_card(config: dict[str, Any], target: TargetModel, found: dict[str, Any]) -> str:
+    """README.md of the checkpoint folder."""
+    header = yaml.safe_dump(
+        {
+            "base_model": target.name,
+            "library_name": "specdraft",
+            "tags": ["speculative-decoding", "eagle3", found["head"]["kind"]],
+        }
+    )
+    settings = json.dumps(config, indent=2)
+    return (
+        f"---\n{header}---\n# EAGLE-3 drafter for {target.name}\n\n{describe(target, found)}\n\n## Measured\n\n{table(found)}\n\n"
+        "## Use\n\n```python\nfrom specdraft.models.checkpoint import load_drafter\nfrom specdraft.models.target import TargetModel\n"
+        "from specdraft.decoding.generate import speculative_generate\n\n"
+        f'target = TargetModel.load("{target.name}")\ndrafter = load_drafter("<this folder>", target)\n'
+        "output = speculative_generate(target, drafter, input_ids, max_new_tokens=128)\n```\n\n"
+        f"Trained on the target's own answers to {config['prompts']} prompts; the target's weights (hash {target.hash}) are not included.\n\n"
+        f"## Configuration\n\n```json\n{settings}\n```\n"
+    )

@@ -1,0 +1,123 @@
+"""Answers in batches are the answers one by one; files survive a crash and never mix up targets, settings or prompts."""
+
+import json
+
+import pytest
+import torch
+
+from specdraft.config import UserError
+from specdraft.data.chat import follow_up, render_prompt
+from specdraft.data.tasks import Prompt
+from specdraft.decoding.answers import AnswerConfig, answer_prompts, estimate_answers, read_parts
+from specdraft.decoding.generate import autoregressive_generate
+from specdraft.testing import tiny_target
+
+PROMPTS = [
+    Prompt(f"p{i}", "chat", (text,))
+    for i, text in enumerate(["What is two?", "Sea", "A long question about the wind and the sea"] * 3)
+]
+CONFIG = AnswerConfig(max_new_tokens=12, batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target("llama", dtype=torch.float32)
+
+
+def test_batched_answers_are_the_single_ones(target, tmp_path):
+    """Ragged prompts, rows that end early and leave: nothing of it shows in the tokens."""
+    rows = answer_prompts(target, PROMPTS, tmp_path / "a.jsonl", CONFIG)
+    assert [row.id for row in rows] == [prompt.id for prompt in PROMPTS]
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        ids = render_prompt(target.tokenizer, [{"role": "user", "content": prompt.turns[0]}])
+        alone = autoregressive_generate(target, ids, max_new_tokens=12)
+        assert row.input_ids == ids + alone.tokens
+        assert row.spans == [[len(ids), len(row.input_ids)]]
+        assert row.finished == [alone.reason == "eos"]
+
+
+def test_rows_end_at_any_eos_and_leave_the_batch(target, tmp_path):
+    """Fault 34. With many EOS ids rows end at different steps."""
+    ending = tiny_target("llama", dtype=torch.float32)
+    ending.eos_token_ids = tuple(range(0, 320, 9))
+    rows = answer_prompts(ending, PROMPTS, tmp_path / "a.jsonl", CONFIG)
+    lengths = set()
+    for row in rows:
+        answer = row.input_ids[slice(*row.spans[0])]
+        lengths.add(len(answer))
+        assert not any(token in ending.eos_token_ids for token in answer[:-1])
+        assert row.finished[0] == (answer[-1] in ending.eos_token_ids)
+        plain = autoregressive_generate(ending, row.input_ids[: row.spans[0][0]], max_new_tokens=12)
+        assert answer == plain.tokens
+    assert len(lengths) > 1
+
+
+def test_sampled_answers_do_not_depend_on_the_batch(target, tmp_path):
+    """Fault 35."""
+    sampled = [
+        answer_prompts(target, prompts, tmp_path / f"{size}.jsonl", AnswerConfig(12, size, temperature=1.0))
+        for size, prompts in ((4, PROMPTS), (1, PROMPTS[::-1]))
+    ]
+    assert {row.id: row.input_ids for row in sampled[0]} == {row.id: row.input_ids for row in sampled[1]}
+
+
+def test_an_interrupted_run_goes_on(target, tmp_path):
+    """Fault 6: a line cut by a crash is not taken for an answer; whole ones are kept as they are."""
+    path = tmp_path / "a.jsonl"
+    whole = answer_prompts(target, PROMPTS, path, CONFIG)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:5]) + lines[5][:20])
+    assert answer_prompts(target, PROMPTS, path, CONFIG) == whole
+    assert path.read_text().startswith("".join(lines[:5]))
+
+
+def test_an_answer_to_another_text_is_not_reused(target, tmp_path):
+    """Fault 5."""
+    answer_prompts(target, PROMPTS[:2], tmp_path / "part-0.jsonl", CONFIG)
+    changed = [PROMPTS[0], Prompt("p1", "chat", ("Something else",))]
+    assert set(read_parts(target, tmp_path, changed)) == {"p0"}
+    rows = answer_prompts(target, changed, tmp_path / "part-0.jsonl", CONFIG)
+    assert "Something else" in target.tokenizer.decode(rows[1].input_ids)
+    assert set(read_parts(target, tmp_path, changed)) == {"p0", "p1"}
+
+
+def test_another_configuration_is_refused(target, tmp_path):
+    """Fault 5."""
+    answer_prompts(target, PROMPTS[:1], tmp_path / "a.jsonl", CONFIG)
+    with pytest.raises(UserError, match="max_new_tokens = 12, now 13"):
+        answer_prompts(target, PROMPTS[:1], tmp_path / "a.jsonl", AnswerConfig(max_new_tokens=13))
+
+
+def test_two_turns_are_one_conversation(target, tmp_path):
+    """The second turn follows the first answer's own ids, never re-encoded ones."""
+    ending = tiny_target("llama", dtype=torch.float32)
+    ending.eos_token_ids = tuple(range(320))  # every answer is one token
+    row = answer_prompts(ending, [Prompt("t", "chat", ("One?", "Two?"))], tmp_path / "a.jsonl", CONFIG)[0]
+    assert len(row.spans) == 2
+    (_, end), (start, _) = row.spans
+    assert row.input_ids[end:start] == follow_up(ending.tokenizer, "Two?")
+    assert "Two?" in ending.tokenizer.decode(row.input_ids[end:start])
+
+
+def test_the_follow_up_is_what_the_template_would_write(target):
+    """Against one rendering of the whole conversation."""
+    turns = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Yes"}]
+    whole = render_prompt(target.tokenizer, [*turns, {"role": "user", "content": "Two?"}])
+    first = render_prompt(target.tokenizer, turns[:1])
+    answer = target.tokenizer("Yes", add_special_tokens=False)["input_ids"] + [target.tokenizer.eos_token_id]
+    assert first + answer + follow_up(target.tokenizer, "Two?") == whole
+
+
+def test_bad_prompts_are_refused_before_any_work(target, tmp_path):
+    with pytest.raises(UserError, match="got none"):
+        answer_prompts(target, [], tmp_path / "a.jsonl", CONFIG)
+    long = [Prompt("long", "chat", ("sea " * target.max_positions,))]
+    with pytest.raises(UserError, match="'long': got .* tokens, allowed"):
+        answer_prompts(target, long, tmp_path / "a.jsonl", CONFIG)
+
+
+def test_the_estimate_names_tokens_time_memory_and_disk(target):
+    line = estimate_answers(target, PROMPTS, CONFIG)
+    assert "108 tokens" in line
+    assert all(word in line for word in ("minutes", "memory", "disk"))
+    assert json.dumps(line)
