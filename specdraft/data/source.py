@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -58,6 +58,9 @@ class States:
     def nbytes(self) -> int:
         return self.taps.nbytes + self.last.nbytes
 
+    def is_finite(self) -> bool:
+        return bool(self.taps.isfinite().all() & self.last.isfinite().all())
+
 
 class HiddenStates(Protocol):
     """A source of hidden states. The same examples give the same Batch, whichever source it is."""
@@ -78,8 +81,14 @@ class TargetFeatures(Protocol):
 class FeatureTarget(Protocol):
     """What a source needs of a target (models/target.py has the real one)."""
 
-    @property
-    def device(self) -> torch.device: ...
+    name: str
+    hash: str
+    hidden_size: int
+    vocab_size: int
+    tap_layers: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    tokenizer: Any
 
     def features(self, input_ids: Tensor, lengths: Tensor) -> TargetFeatures: ...
 
@@ -87,43 +96,75 @@ class FeatureTarget(Protocol):
 class Online:
     """Runs the target for every batch.
 
+    An example whose states are not finite gets zeros and an empty mask, and is counted in `bad`.
+
     cache_bytes: keep that many bytes of states in RAM, unpadded and in the target's dtype, so that later epochs need no
         target forward for them. 0: no cache. What does not fit is computed again; nothing is evicted, since epochs
         sweep over everything and eviction would empty the cache before its first hit. The key is the hash of the
         token ids.
+    max_bad: how many different examples may have states that are not finite.
     """
 
-    def __init__(self, target: FeatureTarget, cache_bytes: int = 0) -> None:
+    def __init__(self, target: FeatureTarget, cache_bytes: int = 0, max_bad: int = 10) -> None:
         assert cache_bytes >= 0, cache_bytes
         self.target = target
         self.cache_bytes = cache_bytes
         self.used_bytes = 0
+        self.bad: set[str] = set()
+        self.max_bad = max_bad
         self._cache: dict[str, States] = {}
 
     def batch(self, examples: Sequence[Example]) -> Batch:
-        """States of `examples`, in their order, on the target's device."""
+        """States of `examples`, in their order, on the target's device.
+
+        Raises:
+            UserError: more than `max_bad` examples so far had states that are not finite.
+        """
         assert examples, "an empty batch"
-        keys = [hash_bytes(example.input_ids.numpy().tobytes()) for example in examples]
+        keys = [example_key(example) for example in examples]
         missing = {key: example for key, example in zip(keys, examples, strict=True) if key not in self._cache}
-        fresh: dict[str, States] = {}
-        if missing:
-            fresh = dict(zip(missing, run_target(self.target, list(missing.values())), strict=True))
-            self._remember(fresh)
-        states = [fresh[key] if key in fresh else self._cache[key] for key in keys]
-        return collate(examples, states, self.target.device)
-
-    def _remember(self, fresh: dict[str, States]) -> None:
+        fresh = dict(zip(missing, run_target(self.target, list(missing.values())), strict=True))
         for key, states in fresh.items():
-            if self.used_bytes + states.nbytes <= self.cache_bytes:
-                self._cache[key] = States(states.taps.to("cpu", copy=True), states.last.to("cpu", copy=True))
-                self.used_bytes += states.nbytes
+            if states is None:
+                self.bad.add(key)
+            else:
+                self._remember(key, states)
+        if len(self.bad) > self.max_bad:
+            raise UserError(
+                f"target states: {len(self.bad)} examples have NaN or infinite states, allowed: {self.max_bad}; "
+                "load the target in bfloat16 or float32, and check its weights"
+            )
+        states = [fresh[key] if key in fresh else self._cache[key] for key in keys]
+        return collate(examples, states, self.target)
+
+    def _remember(self, key: str, states: States) -> None:
+        if self.used_bytes + states.nbytes <= self.cache_bytes:
+            self._cache[key] = States(states.taps.to("cpu", copy=True), states.last.to("cpu", copy=True))
+            self.used_bytes += states.nbytes
 
 
-def run_target(target: FeatureTarget, examples: Sequence[Example]) -> list[States]:
-    """One forward of the target over right-padded `examples`; each gets back its own unpadded rows."""
+def example_key(example: Example) -> str:
+    """What the states of an example depend on, the target apart: its token ids. Not its mask, not its name."""
+    return hash_bytes(example.input_ids.numpy().tobytes())
+
+
+def run_target(target: FeatureTarget, examples: Sequence[Example]) -> list[States | None]:
+    """States of every example, unpadded; None where they are not finite.
+
+    On a CPU each example runs alone: its hundreds of rows fill the machine, nothing is spent on padding, and its states
+    are the same bits whatever its company, so that neither a cache nor an interrupted run changes a result. Elsewhere
+    all run together, padded on the right."""
+    if target.device.type != "cpu":
+        return run_padded(target, examples)
+    return [states for example in examples for states in run_padded(target, [example])]
+
+
+def run_padded(target: FeatureTarget, examples: Sequence[Example]) -> list[States | None]:
+    """One forward of the target over right-padded examples."""
     input_ids, lengths = pad_ids(examples)
     features = target.features(input_ids.to(target.device), lengths.to(target.device))
-    return [States(features.taps[b, :n], features.last[b, :n]) for b, n in enumerate(lengths.tolist())]
+    states = [States(features.taps[b, :n], features.last[b, :n]) for b, n in enumerate(lengths.tolist())]
+    return [item if item.is_finite() else None for item in states]
 
 
 def pad_ids(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
@@ -135,19 +176,21 @@ def pad_ids(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
     return ids, lengths
 
 
-def collate(examples: Sequence[Example], states: Sequence[States], device: torch.device | str = "cpu") -> Batch:
-    """Pad examples and their unpadded states into one Batch on `device`."""
+def collate(examples: Sequence[Example], states: Sequence[States | None], target: FeatureTarget) -> Batch:
+    """Pad examples and their unpadded states into one Batch on the target's device. None: no states, so no mask."""
     input_ids, lengths = pad_ids(examples)
     loss_mask = torch.zeros_like(input_ids, dtype=torch.bool)
-    shape, first = input_ids.shape, states[0]
-    taps = torch.zeros(*shape, first.taps.shape[-1], dtype=first.taps.dtype, device=device)
-    last = torch.zeros(*shape, first.last.shape[-1], dtype=first.last.dtype, device=device)
+    options = {"dtype": target.dtype, "device": target.device}
+    taps = torch.zeros(*input_ids.shape, len(target.tap_layers) * target.hidden_size, **options)
+    last = torch.zeros(*input_ids.shape, target.hidden_size, **options)
     for b, (example, state) in enumerate(zip(examples, states, strict=True)):
-        n = len(example.input_ids)
-        assert len(state.taps) == len(state.last) == n, (example.id, len(state.taps), len(state.last), n)
-        loss_mask[b, :n] = example.loss_mask
-        taps[b, :n] = state.taps
-        last[b, :n] = state.last
+        if state is not None:
+            n = len(example.input_ids)
+            assert len(state.taps) == len(state.last) == n, (example.id, len(state.taps), len(state.last), n)
+            loss_mask[b, :n] = example.loss_mask
+            taps[b, :n] = state.taps
+            last[b, :n] = state.last
+    device = target.device
     return Batch(input_ids.to(device), loss_mask.to(device), lengths.to(device), taps, last)
 
 
@@ -177,7 +220,7 @@ def plan_batches(
     rng.shuffle(order)
     batches: list[list[int]] = []
     for bucket in _buckets(order, lengths, BUCKET_BATCHES * tokens_per_batch):
-        batches += _cut(sorted(bucket, key=lambda i: lengths[i], reverse=True), lengths, tokens_per_batch)
+        batches += cut_batches(sorted(bucket, key=lambda i: lengths[i], reverse=True), lengths, tokens_per_batch)
     _divide_evenly(batches, lengths, world)
     batches.sort(key=lambda batch: _cost(batch, lengths))
     rounds = [batches[start : start + world] for start in range(0, len(batches), world)]
@@ -202,8 +245,8 @@ def _buckets(order: list[int], lengths: Sequence[int], limit: int) -> list[list[
     return buckets
 
 
-def _cut(descending: list[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """The first, longest, member of a batch sets its padded length."""
+def cut_batches(descending: list[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
+    """Positions in falling order of length -> batches of at most `limit` tokens, padding included, in that order."""
     batches: list[list[int]] = []
     for i in descending:
         if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= limit:

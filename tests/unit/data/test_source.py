@@ -5,7 +5,8 @@ import torch
 
 from specdraft.config import UserError
 from specdraft.data.chat import Example
-from specdraft.data.source import Online, plan_batches
+from specdraft.data.source import Online, plan_batches, run_padded, run_target
+from specdraft.testing import tiny_target
 
 
 @dataclass
@@ -17,7 +18,7 @@ class Features:
 class CountingTarget:
     """States are a function of token and position, so that a misplaced row shows; padding gets rubbish."""
 
-    device = torch.device("cpu")
+    device, dtype, hidden_size, tap_layers = torch.device("cpu"), torch.float32, 2, (1, 2, 3)
 
     def __init__(self):
         self.sequences = 0
@@ -82,6 +83,48 @@ def test_cached_states_do_not_alias_the_batch():
     first = online.batch(EXAMPLES[:1])
     first.taps.zero_()
     assert online.batch(EXAMPLES[:1]).taps.any()
+
+
+def test_padded_run_equals_each_example_alone():
+    """Fault 6: padding never enters an example's states."""
+    alone, padded = run_target(CountingTarget(), EXAMPLES), run_padded(CountingTarget(), EXAMPLES)
+    for a, b in zip(alone, padded, strict=True):
+        assert torch.equal(a.taps, b.taps)
+        assert torch.equal(a.last, b.last)
+
+
+def test_states_do_not_depend_on_the_company():
+    """Interrupted = uninterrupted: a cache that is lost changes no bit."""
+    target = tiny_target(dtype=torch.bfloat16)
+    cached = Online(target, cache_bytes=10**6)
+    cached.batch(EXAMPLES)
+    for order in ([2, 1], [0, 2, 1], [2]):
+        examples = [EXAMPLES[i] for i in order]
+        first, second = cached.batch(examples), Online(target).batch(examples)
+        assert torch.equal(first.taps, second.taps)
+        assert torch.equal(first.last, second.last)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_states_that_are_not_finite_are_masked_counted_and_stop_the_run(value):
+    """Fault 7."""
+
+    class BadTarget(CountingTarget):
+        def features(self, input_ids, lengths):
+            features = super().features(input_ids, lengths)
+            bad = (input_ids[:, 1] == EXAMPLES[1].input_ids[1])[:, None, None]
+            return Features(features.taps, torch.where(bad, value, features.last))
+
+    for cache_bytes in (0, 10**6):
+        online = Online(BadTarget(), cache_bytes, max_bad=1)
+        for _ in range(2):
+            batch = online.batch(EXAMPLES)
+        assert len(online.bad) == 1
+        assert batch.taps.isfinite().all()
+        assert batch.last.isfinite().all()
+        assert batch.loss_mask.any(dim=1).tolist() == [True, False, True]
+    with pytest.raises(UserError, match="1 examples have NaN or infinite states, allowed: 0"):
+        Online(BadTarget(), max_bad=0).batch(EXAMPLES)
 
 
 LENGTHS = [5 + (i * 37) % 95 for i in range(211)]
