@@ -82,6 +82,13 @@ class AnswerRow:
     spans: list[list[int]]
     finished: list[bool]
 
+    @classmethod
+    def from_example(cls, example: Example, category: str, eos_token_ids: Sequence[int]) -> AnswerRow:
+        """Spans are the runs of the mask; an answer is finished where it ends with one of `eos_token_ids`."""
+        ids, mask = example.input_ids.tolist(), torch.nn.functional.pad(example.loss_mask.int(), (1, 1))
+        spans = mask.diff().nonzero().reshape(-1, 2).tolist()
+        return cls(example.id, category, ids, spans, [ids[end - 1] in eos_token_ids for _, end in spans])
+
     def to_json(self) -> str:
         """The line without its newline."""
         return json.dumps(dataclasses.asdict(self), ensure_ascii=False)

@@ -329,6 +329,17 @@ def test_answers_round_trip(tmp_path):
     assert row.example(max_length=4).loss_mask.tolist() == [False, False, True, True]
 
 
+def test_answer_row_from_example_and_back(make):
+    tokenizer = make(CHATML)
+    example = encode_conversation(tokenizer, turns("What?", "The sea.", "And?", "The answer"), 10_000, "a")
+    row = AnswerRow.from_example(example, "chat", [tokenizer.eos_token_id])
+    assert row.finished == [True, True]
+    assert torch.equal(row.example().loss_mask, example.loss_mask)
+    assert torch.equal(row.example().input_ids, example.input_ids)
+    cut = AnswerRow.from_example(row.example(len(example.input_ids) - 1), "chat", [tokenizer.eos_token_id])
+    assert cut.finished == [True, False]
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
