@@ -98,6 +98,7 @@ def answer_prompts(target: TargetModel, prompts: Sequence[Prompt], path: Path, c
     return [rows[prompt.id] for prompt in prompts]
 
 
+@torch.inference_mode()
 def _answer_batch(target: TargetModel, batch: list[Conversation], config: AnswerConfig) -> list[Conversation]:
     """One turn of every conversation of the batch: prefill together, then one token a row and step."""
     lengths = [len(conversation.input_ids) for conversation in batch]

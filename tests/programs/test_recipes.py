@@ -1,0 +1,115 @@
+"""The recipes as users run them: subprocesses, on a tiny model with real weights on disk. Bad input: one line, exit code 2."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from specdraft.testing import tiny_model, tiny_tokenizer
+
+ROOT = Path(__file__).parents[2]
+TOPICS = ["the sea", "a boat", "the wind", "two and three", "a short story", "an answer", "a question", "an assistant"]
+TINY = [
+    "--prompts=prompts.jsonl",
+    "--target=target",
+    "--answers.max-new-tokens=24",
+    "--answers.batch-size=16",
+    "--head.rank=8",
+    "--train.objective.steps=3",
+    "--train.epochs=1",
+    "--train.mixed-precision=no",
+    "--measure.prompts=2",
+    "--measure.cost-prompts=1",
+    "--measure.max-new-tokens=24",
+    "--measure.draft-length=2",
+]
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    """A folder with a tiny target and 120 prompts."""
+    folder = tmp_path_factory.mktemp("recipes")
+    tiny_model("llama").save_pretrained(folder / "target")
+    tiny_tokenizer().save_pretrained(folder / "target")
+    rows = [{"id": f"p{i}", "turns": [f"Write {i} words about {TOPICS[i % 8]}."]} for i in range(120)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def run(program, *flags, cwd):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(ROOT / program), *flags]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_slimspec_from_prompts_to_summary(workdir):
+    """Everything that make train leaves behind; and the second time the answers are there already."""
+    done = run("recipes/train_slimspec.py", *TINY, "--name=one", cwd=workdir)
+    assert done.returncode == 0, done.stderr
+    folder = workdir / "runs" / "one"
+    found = json.loads((folder / "summary.json").read_text())
+    for key in ("tau", "speedup", "tokens_per_second", "target_tokens_per_second", "minutes", "draft_ms", "verify_ms"):
+        assert found[key] > 0, key
+    assert found["tau"] >= 1
+    assert found["head"] == {"kind": "lowrank", "rows": 320, "width": 8}
+    assert "one" in (folder / "summary.md").read_text()
+    assert (folder / "summary.md").read_text().strip() in done.stdout
+    with safe_open(folder / "drafter" / "model.safetensors", "pt") as weights:
+        assert {"lm_head.down", "lm_head.weight", "fc.weight"} <= set(weights.keys())
+        assert not any("embed" in name for name in weights.keys())
+    assert "# EAGLE-3 drafter" in (folder / "drafter" / "README.md").read_text()
+    again = run("recipes/train_slimspec.py", *TINY, "--name=two", cwd=workdir)
+    assert again.returncode == 0, again.stderr
+    assert "120 answered already" in again.stdout
+    first, second = (workdir / "runs" / name / "drafter" / "model.safetensors" for name in ("one", "two"))
+    assert first.read_bytes() == second.read_bytes(), "the same run twice is the same drafter"
+
+
+@pytest.mark.parametrize("kind", ["full", "trimmed"])
+def test_eagle3_shares_the_pipeline(workdir, kind):
+    done = run("recipes/train_eagle3.py", *TINY, f"--name={kind}", f"--head.kind={kind}", "--head.vocab-size=290", cwd=workdir)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((workdir / "runs" / kind / "summary.json").read_text())
+    assert found["head"]["rows"] == {"full": 320, "trimmed": 290}[kind]
+
+
+BAD = [
+    (["--no-such-key=1"], "no-such-key"),
+    (["--config=nowhere.yaml"], "nowhere.yaml"),
+    (["--config=bad.yaml"], "unknown key 'hed'"),
+    (["--target=nowhere"], "nowhere"),
+    (["--target=t5"], "t5"),
+    (["--head.rank=65"], "head.rank: got 65, allowed: 1 to the width 64"),
+    (["--prompts=empty.jsonl"], "empty.jsonl"),
+    (["--prompts=broken.jsonl"], "broken.jsonl"),
+    (["--prompts=nowhere.jsonl"], "nowhere.jsonl"),
+    (["--prompts=long.jsonl"], "'long'"),
+    (["--train.epochs=0"], "train.epochs: got 0"),
+    (["--measure.temperature=-1"], "temperature: got -1"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), BAD, ids=lambda value: value[0] if isinstance(value, list) else "")
+def test_bad_input_is_one_line_and_exit_code_2(workdir, flags, message):
+    """What, got, allowed, what to do; no traceback; no checkpoint, summary or half a file."""
+    (workdir / "bad.yaml").write_text("hed:\n  rank: 8\n")
+    (workdir / "empty.jsonl").write_text("")
+    (workdir / "broken.jsonl").write_text('{"id": "a", "turns": ["x"]}\n{"id": \n')
+    rows = [{"id": f"p{i}", "turns": [f"Question {i}?"]} for i in range(100)]
+    rows.append({"id": "long", "turns": ["sea " * 5000]})
+    (workdir / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (workdir / "t5").mkdir(exist_ok=True)
+    (workdir / "t5" / "config.json").write_text('{"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}')
+    name = "bad"
+    done = run("recipes/train_slimspec.py", *TINY, f"--name={name}", *flags, cwd=workdir)
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert done.returncode == 2, done.stderr
+    assert lines[-1].startswith("error: "), done.stderr
+    assert message in lines[-1]
+    assert "Traceback" not in done.stderr
+    assert not (workdir / "runs" / name / "drafter").exists()
+    assert not (workdir / "runs" / name / "summary.json").exists()
