@@ -53,7 +53,7 @@ def parse_config(cls: type[Config], argv: Sequence[str] | None = None) -> Config
         UserError: an unreadable file, an unknown key or flag, a value of the wrong type.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    path, argv = _take_config_flag(argv)
+    path, argv = _take_config_flag(_complete_switches(cls, argv))
     default = config_from_dict(cls, _read_yaml(path), str(path)) if path else cls()
     messages = io.StringIO()
     try:
@@ -72,6 +72,28 @@ def run_program(main: Callable[[Any], Any], cls: type) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def _complete_switches(cls: type, argv: list[str]) -> list[str]:
+    """`--json` alone means `--json True`, for every boolean field."""
+    switches = {f"--{name}" for name in _boolean_fields(cls)}
+    completed = []
+    for word, after in zip(argv, [*argv[1:], "--"], strict=True):
+        completed.append(word)
+        if word.replace("-", "_").replace("__", "--", 1) in switches and after.startswith("--"):
+            completed.append("True")
+    return completed
+
+
+def _boolean_fields(cls: type, prefix: str = "") -> list[str]:
+    hints = typing.get_type_hints(cls)
+    names = []
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[field.name]):
+            names += _boolean_fields(hints[field.name], f"{prefix}{field.name}.")
+        elif hints[field.name] is bool:
+            names.append(prefix + field.name)
+    return names
 
 
 def _take_config_flag(argv: list[str]) -> tuple[Path | None, list[str]]:

@@ -235,7 +235,7 @@ def _check_chain(proposal: Proposal, budget: int) -> list[int]:
 
 
 def check_prompt(input_ids: Sequence[int] | Tensor, target: TargetModel) -> list[int]:
-    """[T] or [1, T] token ids -> a list that `target` can be run on, with room for a token. Raises UserError otherwise."""
+    """[T] or [1, T] token ids -> a list, if `target` can be run on them and has room for a token; UserError if not."""
     ids = torch.as_tensor(input_ids)
     if ids.dim() == 2 and ids.shape[0] == 1:
         ids = ids[0]
