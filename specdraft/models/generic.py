@@ -1,7 +1,7 @@
 """The target's forward pass for any Hugging Face decoder-only model: its own code, our cache, hooks for the taps.
 
-It knows nothing of families, files or tokenizers. Sliding-window layers keep all their slots and get a mask, so that they are
-right after a crop too.
+It knows nothing of families, files or tokenizers. Sliding-window layers keep all their slots and get a mask, so that
+they are right after a crop too.
 
 Letters: B rows, n new tokens, T slots in use, H width, G key/value heads, D head width.
 """
@@ -9,10 +9,12 @@ Letters: B rows, n new tokens, T slots in use, H width, G key/value heads, D hea
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from specdraft.config import UserError
@@ -24,20 +26,16 @@ FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_nor
 class GenericModel:
     """Runs a Hugging Face causal language model over a `KVCache`."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: PreTrainedModel):
         self.config = model.config
         self.trunk = model.get_decoder()
         self.dtype = model.get_input_embeddings().weight.dtype
         self.layers, self.norm = _layers_and_norm(self.trunk, self.config.num_hidden_layers)
-        self.cache_argument = (
-            "cache" if "cache" in inspect.signature(self.trunk.forward).parameters else "past_key_values"
-        )
-        self.caught: dict[int, Tensor] = {}
-        self.wanted: tuple[int, ...] = ()
-        for index, module in enumerate((*self.layers, self.norm)):
-            module.register_forward_pre_hook(self._catcher(index), with_kwargs=True)
+        takes_cache = "cache" in inspect.signature(self.trunk.forward).parameters
+        self.cache_argument = "cache" if takes_cache else "past_key_values"  # the older name
 
     def new_cache(self, batch_size: int, max_length: int) -> KVCache:
+        """An empty cache of `max_length` slots a row."""
         return HookedCache(batch_size, max_length, len(self.layers))
 
     def forward(
@@ -48,26 +46,15 @@ class GenericModel:
         if cache is not None:
             cache.append = append
             positions = append.new_slots() if append.positions is None else append.positions
-            positions = positions.expand(input_ids.shape[0], -1)
             arguments = {
                 self.cache_argument: cache.view,
                 "use_cache": True,
-                "position_ids": positions,
+                "position_ids": positions.expand(input_ids.shape[0], -1),
                 "attention_mask": self._masks(append),
             }
-        self.wanted = (*taps, len(self.layers))
-        try:
+        with _inputs_of([*(self.layers[index] for index in taps), self.norm]) as inputs:
             self.trunk(input_ids=input_ids, **arguments)
-            return [self.caught[index] for index in taps], self.caught[len(self.layers)]
-        finally:
-            self.caught, self.wanted = {}, ()
-
-    def _catcher(self, index: int):
-        def catch(_module: nn.Module, positional: tuple, named: dict) -> None:
-            if index in self.wanted:
-                self.caught[index] = positional[0] if positional else named["hidden_states"]
-
-        return catch
+        return inputs[:-1], inputs[-1]
 
     def _masks(self, append: Append) -> Tensor | dict[str, Tensor]:
         """Masks to add, [B or 1, 1, n, end]; by kind of layer where the model tells its layers apart."""
@@ -101,10 +88,10 @@ class CacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args, **_kwargs) -> tuple[Tensor, Tensor]:
-        stored = self.owner.write(
-            self.index, key_states.transpose(1, 2), value_states.transpose(1, 2), self.owner.append
-        )
-        return stored[0].transpose(1, 2), stored[1].transpose(1, 2)
+        """[B,G,n,D] -> all slots in use, [B,G,T,D]. Transformers 5 passes further arguments, which differ by version."""
+        keys, values = key_states.transpose(1, 2), value_states.transpose(1, 2)
+        keys, values = self.owner.write(self.index, keys, values, self.owner.append)
+        return keys.transpose(1, 2), values.transpose(1, 2)
 
     def get_seq_length(self) -> int:
         return self.owner.append.start
@@ -114,6 +101,23 @@ class CacheLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return self.owner.max_length
+
+
+@contextmanager
+def _inputs_of(modules: list[nn.Module]) -> Iterator[list[Tensor]]:
+    """A list that holds, after a forward pass inside the block, the input of each module."""
+    inputs: list[Tensor] = []
+
+    def catch(_module: nn.Module, positional: tuple, named: dict) -> None:
+        inputs.append(positional[0] if positional else named["hidden_states"])
+
+    handles = [module.register_forward_pre_hook(catch, with_kwargs=True) for module in modules]
+    try:
+        yield inputs
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert len(inputs) == len(modules), (len(inputs), len(modules))
 
 
 def _layers_and_norm(trunk: nn.Module, num_layers: int) -> tuple[nn.ModuleList, nn.Module]:

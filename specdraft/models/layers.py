@@ -13,8 +13,8 @@ from torch import Tensor
 class FrozenLinear:
     """x [..,I] -> x @ weight.T + bias [..,O] for a weight that never changes. No gradient.
 
-    On a CPU a packed copy of the weight, in oneDNN's own layout, is used: products of 1 to 8 rows then take about half the time, and
-    those of hundreds of rows a fifth less.
+    On a CPU a packed copy of the weight, in oneDNN's own layout, is used: products of 1 to 8 rows then take about half
+    the time, and those of hundreds of rows a fifth less.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):

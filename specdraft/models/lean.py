@@ -1,4 +1,4 @@
-"""The target's forward pass for Llama-like models (Llama, Mistral, Qwen2, Qwen3), with nothing in it that a step does not need.
+"""The target's forward pass for Llama-like models (Llama, Mistral, Qwen2, Qwen3), with nothing that a step does not need.
 
 It knows nothing of tokenizers, files or other families: those take the path of generic.py. A test holds both equal.
 
@@ -113,8 +113,8 @@ class LeanModel:
         return qk[:, :, :heads], qk[:, :, heads:], qkv[:, :, turned:]
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        """q [B,n,N,D], keys and values [B,T,G,D] -> [B,n,N*D]. Key heads are never repeated in memory: the N/G queries that share
-        one become rows of the same product."""
+        """q [B,n,N,D], keys and values [B,T,G,D] -> [B,n,N*D]. Key heads are never repeated in memory: the N/G queries
+        that share one become rows of the same product."""
         batch, n = q.shape[:2]
         q, keys, values = q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
         if is_causal:
@@ -157,7 +157,8 @@ def _fuse(layer: nn.Module, eps: float) -> Layer:
 
 
 def _concatenate(projections: tuple[nn.Linear, ...]) -> FrozenLinear:
-    """One product for several projections of the same input. The modules keep views of the joined weight: nothing is held twice."""
+    """One product for several projections of the same input. The modules keep views of the joined weight, so that it
+    is not held twice."""
     weight = torch.cat([projection.weight.detach() for projection in projections])
     parts = weight.split([projection.out_features for projection in projections])
     for projection, part in zip(projections, parts, strict=True):

@@ -1,4 +1,4 @@
-"""Reads a target from a Hugging Face folder, a GGUF file, or the Hub, and refuses what is not a complete decoder-only model.
+"""Reads a target from a Hugging Face folder, a GGUF file or the Hub; refuses what is not a complete decoder-only model.
 
 It knows nothing of taps, caches or drafters: it returns a Hugging Face model and its tokenizer.
 """
@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from specdraft.config import UserError
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+NEEDED_IN_CONFIG = ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
 LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError)
 
 
@@ -26,8 +27,8 @@ def load_model(
     """Model (frozen weights in `dtype` on `device`) and tokenizer of a folder, a .gguf file or a Hub id.
 
     Raises:
-        UserError: nothing there, no config, not a causal language model, needs remote code, incomplete or corrupt weights, no
-            tokenizer, an unreachable Hub.
+        UserError: nothing there, no config, not a causal language model, needs remote code, incomplete or corrupt
+            weights, no tokenizer, an unreachable Hub.
     """
     source, gguf = _locate(where)
     options = {"revision": revision} if revision is not None else {}
@@ -105,8 +106,11 @@ def _require_decoder(where: str, config) -> None:
         raise UserError(
             f"{kind}, which has no causal language model in transformers; allowed: decoder-only language models"
         )
-    if not hasattr(config, "num_hidden_layers") or not hasattr(config, "vocab_size"):
-        raise UserError(f"{kind} of several parts, allowed: text-only models; give its language model alone")
+    missing = [key for key in NEEDED_IN_CONFIG if not hasattr(config, key)]
+    if missing:
+        raise UserError(
+            f"{kind} whose config has no {missing[0]}, allowed: text-only models with learned positions or rotary"
+        )
     trained_as = (config.architectures or ["?"])[0]
     if "MaskedLM" in trained_as:
         raise UserError(f"{kind} trained as {trained_as} (an encoder), allowed: decoder-only language models")
@@ -121,14 +125,16 @@ def _gguf_options() -> dict:
 
 
 def _explain(where: str, error: Exception) -> str:
+    """The line for a config that cannot be read: transformers' own errors run over many."""
     text = _brief(error)
+    if "trust_remote_code" in str(error):
+        return f"target {where}: needs code of its own (trust_remote_code), which is not run; allowed: transformers' models"
     if Path(where).expanduser().exists():
-        if "trust_remote_code" in text or "custom code" in text:
-            return f"target {where}: needs code of its own (trust_remote_code), which is not run; allowed: families in transformers"
         return f"target {where}: its config cannot be read ({text}); give a Hugging Face model folder"
-    if "trust_remote_code" in text or "custom code" in text:
-        return f"target {where}: needs code of its own (trust_remote_code), which is not run; allowed: families in transformers"
-    return f"target {where}: no such folder, and the Hub has no such model or cannot be reached ({text}); give a local folder"
+    return (
+        f"target {where}: no such folder, and the Hub does not have it or cannot be reached ({text}); "
+        "give a local model folder"
+    )
 
 
 def _brief(error: Exception, limit: int = 160) -> str:

@@ -1,19 +1,21 @@
 """The frozen target: taps, teacher logits and a decoding forward pass, for any Hugging Face decoder-only model.
 
-It knows nothing of drafters, prompts or losses. Files are read in load.py; the two ways to run the layers are lean.py (Llama-like
-models) and generic.py (all others).
+It knows nothing of drafters, prompts or losses. Files are read in load.py; the layers are run by lean.py (Llama-like
+models) or by generic.py (all others).
 
-Letters: B rows, T tokens, n new tokens, H width, V vocabulary (real tokens: padded rows of the head are left out), A taps.
+Letters: B rows, T tokens, n new tokens, H width, V vocabulary (real tokens: padded rows of the head are left out),
+A taps, L layers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdraft.config import UserError
 from specdraft.models import lean as lean_path
@@ -24,13 +26,15 @@ from specdraft.models.layers import FrozenLinear
 from specdraft.models.load import load_model
 from specdraft.provenance import hash_json, hash_tensors
 
-MIN_LAYERS = 7  # below this the default taps (2, L//2, L-3) are not three different layers
-HASHED_PER_TENSOR = 4096
+MIN_LAYERS = 7  # with fewer, the default taps (2, L//2, L-3) are not three different layers
+CHECKED_TOKENS = 8
+HASHED_VALUES = 4096  # of each tensor
+HASHED_CONFIG = ("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rope_parameters")
 
 
 @dataclass
 class Features:
-    """What a drafter is trained on: taps [B,T,A*H] (ascending, concatenated), last [B,T,H] = input of the final norm."""
+    """What a drafter is trained on: taps [B,T,A*H] (ascending, joined), last [B,T,H] = input of the final norm."""
 
     taps: Tensor
     last: Tensor
@@ -46,11 +50,15 @@ class Step:
 
 
 class TargetModel:
-    """The frozen target. Not an nn.Module on purpose: it must never enter a drafter's parameters or checkpoints."""
+    """The frozen target. Not an nn.Module on purpose: it must never enter a drafter's parameters or checkpoints.
+
+    Tap k is Hugging Face's hidden_states[k], the input of decoder layer k (0 = the embeddings).
+    logits = soft_cap(logit_scale * head_weight @ norm(last)), soft_cap(z) = c tanh(z / c), c None = none.
+    """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None,
         name: str,
         tap_layers: tuple[int, ...] | None = None,
@@ -64,18 +72,20 @@ class TargetModel:
         self.hidden_size = config.hidden_size
         self.max_positions = config.max_position_embeddings
         self.hash = _hash(model)
-        embedding = model.get_input_embeddings().weight.detach()
+        embedding, head = model.get_input_embeddings().weight.detach(), model.get_output_embeddings()
+        if getattr(head, "bias", None) is not None:
+            raise UserError(f"target {name}: its head has a bias, allowed: heads without one; choose another target")
         self.dtype, self.device = embedding.dtype, embedding.device
-        self.vocab_size = embedding.shape[0] if tokenizer is None else min(embedding.shape[0], _token_count(tokenizer))
+        self.vocab_size = min(len(embedding), len(embedding) if tokenizer is None else _token_count(tokenizer))
         self.embedding_weight = embedding[: self.vocab_size]
-        self.head_weight = model.get_output_embeddings().weight.detach()[: self.vocab_size]
-        self._head = FrozenLinear(self.head_weight)
-        self.eos_token_ids = _eos_token_ids(model, tokenizer, self.vocab_size)
-        self.embed_scale = EMBED_SCALES[config.model_type](config) if config.model_type in EMBED_SCALES else 1.0
+        self.head_weight = head.weight.detach()[: self.vocab_size]
         self.logit_scale = LOGIT_SCALES[config.model_type](config) if config.model_type in LOGIT_SCALES else 1.0
-        self.logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.soft_cap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.eos_token_ids = _eos_token_ids(model, tokenizer, self.vocab_size)
         self.is_lean = lean and lean_path.is_supported(model)
         self._layers = lean_path.LeanModel(model) if self.is_lean else GenericModel(model)
+        self._head = FrozenLinear(self.head_weight)
+        self._check()
 
     @classmethod
     def load(
@@ -99,15 +109,22 @@ class TargetModel:
 
     @classmethod
     def from_model(
-        cls, model, tokenizer=None, tap_layers: tuple[int, ...] | None = None, lean: bool = True
+        cls,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        tap_layers: tuple[int, ...] | None = None,
+        lean: bool = True,
     ) -> TargetModel:
         """Wrap a Hugging Face model that is in memory already."""
         return cls(model, tokenizer, model.config.name_or_path or type(model).__name__, tap_layers, lean)
 
     @torch.no_grad()
     def features(self, input_ids: Tensor, lengths: Tensor) -> Features:
-        """Taps and last states of right-padded rows; no logits are made. input_ids [B,T], lengths [B]; states at and after a
-        row's length mean nothing (the attention is causal, so padding on the right changes nothing before it)."""
+        """Taps and last states of right-padded rows; no logits are made. input_ids [B,T], lengths [B].
+
+        Attention is causal, so padding on the right changes nothing before it; what stands at and after a row's length
+        means nothing."""
+        assert lengths.shape == input_ids.shape[:1], (lengths.shape, input_ids.shape)
         append = Append([0] * input_ids.shape[0], input_ids.shape[1], input_ids.device, None, None)
         taps, last = self._layers.forward(input_ids, None, append, self.tap_layers)
         return Features(torch.cat(taps, dim=-1), last)
@@ -116,24 +133,21 @@ class TargetModel:
         """The final norm, [..,H] -> [..,H]."""
         return self._layers.norm(last)
 
+    @torch.no_grad()
     def teacher_logits(self, last: Tensor) -> Tensor:
         """The target's own logits [..,V], in its dtype, from the input of the final norm [..,H]."""
-        return self.head(self.norm(last))
-
-    def head(self, normed: Tensor) -> Tensor:
-        """Head, logit scale and soft cap: [..,H] -> [..,V]."""
-        logits = self._head(normed)
+        logits = self._head(self.norm(last))
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
-        if self.logit_cap is not None:
-            logits = torch.tanh(logits / self.logit_cap) * self.logit_cap
+        if self.soft_cap is not None:
+            logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
         return logits
 
     def new_cache(self, batch_size: int, max_length: int) -> KVCache:
-        """An empty cache of `max_length` slots a row."""
+        """An empty cache of `max_length` slots a row. Raises UserError past the model's positions."""
         if max_length > self.max_positions:
             raise UserError(
-                f"target {self.name}: got a cache of {max_length} tokens, allowed: up to {self.max_positions}; "
+                f"target {self.name}: got {max_length} tokens (prompt and answer), allowed: up to {self.max_positions}; "
                 "shorten the prompt or max_new_tokens"
             )
         return self._layers.new_cache(batch_size, max_length)
@@ -148,13 +162,14 @@ class TargetModel:
         mask: Tensor | None = None,
         counts: list[int] | None = None,
         want_taps: bool = True,
-        logits_for: str = "all",
+        logits_for: Literal["all", "last", "none"] = "all",
     ) -> Step:
-        """Append n tokens to every row and run them. input_ids [B,n].
+        """Append n tokens to every row of the cache and run them. The results are inference tensors.
 
-        positions [B,n]: rotary positions, by default the slots. mask: boolean [B or 1, 1, n, end], end = longest row + n, True =
-        may attend; causal by default. counts: real tokens of each row where `input_ids` is padded on the right: the row grows by
-        that many, and `logits_for="last"` means its last real token. logits_for: "all", "last" or "none".
+        input_ids: [B,n].   positions: [B,n] rotary positions; by default the slots that the tokens take.
+        mask: boolean [B or 1, 1, n, end], True = may attend, end = longest row + n; by default causal.
+        counts: number of real tokens of each row where `input_ids` is padded on the right: the rows grow by that many.
+        logits_for: every position, the last (real) one of each row, or none.
         """
         assert input_ids.shape[0] == cache.batch_size, (input_ids.shape, cache.batch_size)
         n = input_ids.shape[1]
@@ -164,30 +179,59 @@ class TargetModel:
         grown = [n] * cache.batch_size if counts is None else counts
         cache.lengths = [length + count for length, count in zip(cache.lengths, grown, strict=True)]
         logits = None
-        if logits_for == "all":
-            logits = self.teacher_logits(last)
-        elif logits_for == "last":
-            logits = self.teacher_logits(_last_rows(last, counts))
+        if logits_for != "none":
+            logits = self.teacher_logits(last if logits_for == "all" else _last_rows(last, counts))
         return Step(logits, torch.cat(taps, dim=-1) if want_taps else None, last)
+
+    def _check(self) -> None:
+        """Once, on random ids: teacher logits and the cached forward pass give the model's own logits.
+
+        Raises:
+            UserError: a family that scales, caps or orders things in a way that this file does not know.
+        """
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(self.vocab_size, (1, CHECKED_TOKENS), generator=generator).to(self.device)
+        try:
+            with torch.inference_mode():
+                own = self.model(input_ids=ids).logits[..., : self.vocab_size].float()
+                _, last = GenericModel(self.model).forward(
+                    ids, None, Append([0], ids.shape[1], ids.device, None, None), ()
+                )
+                cache = self.new_cache(1, CHECKED_TOKENS)
+                steps = [self.forward(part, cache, want_taps=False).logits for part in ids.split((3, 1, 4), dim=1)]
+                found = {"teacher logits": self.teacher_logits(last), "cached forward pass": torch.cat(steps, dim=1)}
+        except (RuntimeError, TypeError, AttributeError, KeyError, IndexError) as error:
+            raise UserError(
+                f"target {self.name}: a {self.hf_config.model_type} model cannot be run through our cache "
+                f"({' '.join(str(error).split())[:160]}); choose a decoder-only model that generates with a plain cache"
+            ) from error
+        for what, logits in found.items():
+            error = float((logits.float() - own).abs().mean() / own.std())
+            if not error < CHECK_TOLERANCE[self.dtype]:
+                raise UserError(
+                    f"target {self.name}: our {what} differ from the model's own logits by {error:.2g} of their spread; "
+                    f"the family {self.hf_config.model_type} is not supported, choose another target"
+                )
 
 
 def _last_rows(last: Tensor, counts: list[int] | None) -> Tensor:
+    """[B,n,H] -> [B,1,H]: the state of each row's last real token."""
     if counts is None:
         return last[:, -1:]
-    index = torch.tensor(counts, device=last.device) - 1
-    return last[torch.arange(last.shape[0], device=last.device), index][:, None]
+    return last[range(len(counts)), [count - 1 for count in counts]][:, None]
 
 
 def _tap_layers(given: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
+    allowed = f"different layers from 0 to {num_layers - 1}, ascending"
     if given is None:
         if num_layers < MIN_LAYERS:
             raise UserError(
-                f"tap_layers: got none for a target of {num_layers} layers; the default (2, L//2, L-3) needs at least "
-                f"{MIN_LAYERS}; give three different layers from 0 to {num_layers}"
+                f"tap_layers: got none for a target of {num_layers} layers, and the default (2, L//2, L-3) needs "
+                f"{MIN_LAYERS}; give tap_layers, {allowed}"
             )
         return (2, num_layers // 2, num_layers - 3)
     if not given or list(given) != sorted(set(given)) or given[0] < 0 or given[-1] >= num_layers:
-        raise UserError(f"tap_layers: got {given}, allowed: different layers from 0 to {num_layers - 1}, ascending")
+        raise UserError(f"tap_layers: got {tuple(given)}, allowed: {allowed}")
     return tuple(given)
 
 
@@ -195,40 +239,33 @@ def _token_count(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def _eos_token_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> tuple[int, ...]:
-    """Every id that ends an answer, of generation_config, config and tokenizer."""
-    sources = [
-        model.generation_config.eos_token_id,
-        model.config.eos_token_id,
-        tokenizer.eos_token_id if tokenizer else None,
-    ]
+def _eos_token_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
+) -> tuple[int, ...]:
+    """Every id that ends an answer, in generation_config, config or tokenizer. Nothing else of generation_config is
+    read: temperature, penalties and the like are the caller's."""
+    sources = [model.generation_config.eos_token_id, model.config.eos_token_id]
+    sources.append(None if tokenizer is None else tokenizer.eos_token_id)
     ids: list[int] = []
     for source in sources:
         ids += [source] if isinstance(source, int) else list(source or ())
-    return tuple(dict.fromkeys(i for i in ids if i < vocab_size))
+    return tuple(dict.fromkeys(token for token in ids if token < vocab_size))
 
 
-def _hash(model: nn.Module) -> str:
-    """Hash of weights and config: of up to 4,096 evenly spaced values of every tensor, rounded to bf16 so that a target has one
-    hash in all dtypes."""
+def _hash(model: PreTrainedModel) -> str:
+    """Hash of weights and config: up to 8,191 evenly spaced values of every tensor, rounded to bf16 so that a target has
+    one hash in all dtypes, and the settings that change what the weights compute."""
     sampled = {}
     for name, tensor in model.named_parameters():
         flat = tensor.detach().flatten()
-        sampled[f"{name} {tuple(tensor.shape)}"] = flat[:: max(1, flat.numel() // HASHED_PER_TENSOR)].bfloat16()
+        sampled[f"{name} {tuple(tensor.shape)}"] = flat[:: max(1, flat.numel() // HASHED_VALUES)].bfloat16()
     config = model.config.to_dict()
-    for key in ("dtype", "torch_dtype", "_name_or_path", "transformers_version", "use_cache", "quantization_config"):
-        config.pop(key, None)
-    return hash_json([hash_tensors(sampled), config])
+    return hash_json([hash_tensors(sampled), {key: config.get(key) for key in HASHED_CONFIG}])
 
 
-EMBED_SCALES = {
-    "gemma": lambda config: config.hidden_size**0.5,
-    "gemma2": lambda config: config.hidden_size**0.5,
-    "gemma3_text": lambda config: config.hidden_size**0.5,
-    "granite": lambda config: config.embedding_multiplier,
-}
 LOGIT_SCALES = {
     "cohere": lambda config: config.logit_scale,
     "cohere2": lambda config: config.logit_scale,
     "granite": lambda config: 1.0 / config.logits_scaling,
 }
+CHECK_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
