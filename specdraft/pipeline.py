@@ -28,8 +28,8 @@ from specdraft.decoding.length_policies import Fixed
 from specdraft.decoding.measure import Speedup, measure_costs, measure_speedup
 from specdraft.models.checkpoint import load_drafter, save_drafter
 from specdraft.models.eagle3 import Eagle3Drafter
-from specdraft.models.heads import HeadConfig
-from specdraft.models.initialise import DrafterConfig, new_drafter
+from specdraft.models.heads import HeadConfig, head_rank
+from specdraft.models.initialise import DrafterConfig, eagle3_config, new_drafter
 from specdraft.models.target import TargetModel
 from specdraft.provenance import hash_json, require_disk
 from specdraft.training.loop import TrainConfig, Trainer, TrainResult
@@ -81,6 +81,7 @@ def run(config: RunConfig) -> None:
     set_seed(config.train.seed)
     dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
     target = TargetModel.load(config.target, dtype=dtype, device=str(accelerator.device))
+    check_drafter(config, target)
     train_prompts, held_out_prompts = choose_prompts(config)
 
     rows = answer(accelerator, target, train_prompts + held_out_prompts, config)
@@ -111,6 +112,19 @@ def run(config: RunConfig) -> None:
         write_results(folder, config, target, drafter, rows, trained, costs, speedup, minutes)
     accelerator.wait_for_everyone()
     accelerator.end_training()
+
+
+def check_drafter(config: RunConfig, target: TargetModel) -> None:
+    """What can be wrong with the drafter is found before hours of work. Raises UserError."""
+    if config.head.kind == "lowrank":
+        head_rank(config.head, target.hidden_size)
+    if config.head.kind == "trimmed" and config.head.vocab is not None:
+        found = VocabMap.load(Path(config.head.vocab)).vocab_size
+        if found != target.vocab_size:
+            raise UserError(
+                f"head.vocab {config.head.vocab}: made for {found} tokens, the target has {target.vocab_size}; build it again"
+            )
+    eagle3_config(target, config.drafter, config.head)
 
 
 def choose_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:

@@ -47,7 +47,7 @@ def results(
     held_out = trained.best
     return {
         **speedup.to_dict(),
-        "minutes": round(minutes, 1),
+        "minutes": round(minutes, 2),
         "head": {"kind": drafter.config.head.kind, "rows": head.weight.shape[0], "width": head.weight.shape[1]},
         "parameters": parameters,
         "head_parameters": head_parameters,

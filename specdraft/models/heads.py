@@ -126,14 +126,21 @@ class LowRankHead(Head):
 HEADS = {"full": FullHead, "trimmed": TrimmedHead, "lowrank": LowRankHead}
 
 
+def head_rank(config: HeadConfig, hidden_size: int) -> int:
+    """R of a low-rank head: the given one, or H/8. Raises UserError for a rank outside 1..H."""
+    rank = max(1, hidden_size // 8) if config.rank is None else config.rank
+    if not 1 <= rank <= hidden_size:
+        raise UserError(
+            f"head.rank: got {rank}, allowed: 1 to the width {hidden_size}; H/8 = {hidden_size // 8} is the usual choice"
+        )
+    return rank
+
+
 def build_head(config: HeadConfig, hidden_size: int, vocab_size: int, vocab_map: VocabMap | None = None) -> Head:
-    """The head that `config` names. Raises UserError for a rank outside 1..H, or a trimmed head without a map."""
+    """The head that `config` names; a trimmed one needs its map. Raises UserError for a rank outside 1..H."""
     if config.kind == "trimmed":
-        if vocab_map is None:
-            raise UserError(
-                "head.kind trimmed: needs a vocabulary map; give head.vocab (data_prep/build_vocab.py makes one)"
-            )
+        assert vocab_map is not None, "a trimmed head needs a vocabulary map"
         return TrimmedHead(hidden_size, vocab_map)
     if config.kind == "full":
         return FullHead(hidden_size, vocab_size)
-    return LowRankHead(hidden_size, vocab_size, hidden_size // 8 if config.rank is None else config.rank)
+    return LowRankHead(hidden_size, vocab_size, head_rank(config, hidden_size))

@@ -44,8 +44,6 @@ def new_drafter(
 ) -> Eagle3Drafter:
     """A drafter with its first weights, fp32, on the target's device. features [N, H]: final-normed target states, for a
     `whitened_svd` head. Random weights come from torch's default generator: seed it before."""
-    if config.fc_norm and config.norm_before_fc:
-        raise UserError("drafter: fc_norm and norm_before_fc exclude each other; choose one")
     drafter = Eagle3Drafter(eagle3_config(target, config, head), vocab_map)
     _random_body(drafter)
     if config.body_init == "target":
@@ -56,7 +54,9 @@ def new_drafter(
 
 
 def eagle3_config(target: TargetModel, config: DrafterConfig, head: HeadConfig) -> Eagle3Config:
-    """The target's widths, rotary scheme and positions; and the choices of `config`."""
+    """The target's widths, rotary scheme and positions; and the choices of `config`. Raises UserError where those clash."""
+    if config.fc_norm and config.norm_before_fc:
+        raise UserError("drafter: fc_norm and norm_before_fc exclude each other; choose one")
     hf = target.hf_config
     heads = hf.num_attention_heads
     rope = dict(hf.rope_parameters)
