@@ -42,9 +42,9 @@ def prompts() -> list[Prompt]:
 
 def test_builtin_counts(prompts):
     counts = Counter(prompt.category for prompt in prompts)
-    assert len(prompts) >= 2300
+    assert len(prompts) >= 2600
     assert set(counts) == set(CATEGORIES)
-    assert min(counts.values()) >= 250
+    assert min(counts.values()) >= 300
     assert sum(len(prompt.turns) > 1 for prompt in prompts) >= 40
     assert sum(prompt.system is not None for prompt in prompts) >= 30
 
