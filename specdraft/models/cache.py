@@ -83,10 +83,15 @@ class Append:
         """Slot of every new token, [B or 1, n]."""
         return torch.arange(self.start, self.end, device=self.device)[None] if self.slots is None else self.slots
 
-    def distance(self) -> Tensor:
-        """How many slots each slot lies before each new token, [B or 1, 1, n, end]; negative for those after it."""
-        return self.new_slots()[:, None, :, None] - torch.arange(self.end, device=self.device)
-
     def causal_mask(self) -> Tensor:
         """True where a new token may attend: its own slot and those before, [B or 1, 1, n, end]."""
-        return self.distance() >= 0
+        return self.new_slots()[:, None, :, None] >= torch.arange(self.end, device=self.device)
+
+    def distance(self) -> Tensor:
+        """How many positions each slot lies before each new token, [B or 1, 1, n, end]; negative for those after it."""
+        slots = self.new_slots()
+        of_new, of_slots = slots, torch.arange(self.end, device=self.device)[None]
+        if self.positions is not None:  # a committed token's position is its slot; a drafted one's need not be
+            of_new = self.positions
+            of_slots = of_slots.repeat(len(of_new), 1).scatter(1, slots.expand(len(of_new), -1), of_new)
+        return of_new[:, None, :, None] - of_slots[:, None, None, :]

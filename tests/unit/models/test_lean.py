@@ -1,0 +1,247 @@
+"""The decoding forward pass: lean and generic path against a whole forward pass of the Hugging Face model, over chains,
+crops, ragged batches, padded rows and trees. Also the pieces: cache, packed products, norm."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
+
+from specdraft.models.cache import KVCache
+from specdraft.models.layers import FrozenLinear, FrozenRMSNorm
+from specdraft.models.lean import is_supported
+from specdraft.models.target import TargetModel
+from specdraft.testing import FAMILIES, TINY_VOCAB, tiny_model
+
+LEAN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+PATHS = [(family, lean) for family in FAMILIES for lean in (True, False) if family in LEAN_FAMILIES or not lean]
+LENGTH = 32
+
+
+class Case:
+    """A target with the logits and hidden states of a whole forward pass to compare with."""
+
+    def __init__(self, model, lean: bool):
+        self.model = model
+        self.ids = torch.randint(3, TINY_VOCAB, (3, LENGTH), generator=torch.Generator().manual_seed(2))
+        self.expected = self.whole(self.ids)
+        self.target = TargetModel.from_model(model, lean=lean)
+
+    @torch.no_grad()
+    def whole(self, ids):
+        return self.model(ids).logits
+
+
+@pytest.fixture(scope="module", params=PATHS, ids=[f"{family}-{'lean' if lean else 'generic'}" for family, lean in PATHS])
+def case(request):
+    family, lean = request.param
+    made = Case(tiny_model(family), lean)
+    assert made.target.is_lean == lean
+    return made
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("sizes", [(LENGTH,), (1,) * LENGTH, (20, 1, 2, 3, 4, 2), (1, 8, 23)], ids=str)
+def test_pieces_of_any_size(case, sizes):
+    cache = case.target.new_cache(3, LENGTH)
+    steps = [case.target.forward(part, cache) for part in case.ids.split(sizes, dim=1)]
+    close(torch.cat([step.logits for step in steps], dim=1), case.expected)
+    assert cache.lengths == [LENGTH] * 3
+    taps = torch.cat([step.taps for step in steps], dim=1)
+    close(taps, case.target.features(case.ids, torch.tensor([LENGTH] * 3)).taps)
+
+
+def test_only_what_is_asked_for(case):
+    cache = case.target.new_cache(3, LENGTH)
+    step = case.target.forward(case.ids[:, :5], cache, want_taps=False, logits_for="last")
+    close(step.logits, case.expected[:, 4:5])
+    assert step.taps is None
+    assert case.target.forward(case.ids[:, 5:6], cache, logits_for="none").logits is None
+
+
+def test_rejected_tokens_leave_nothing(case):
+    """papers.md 9.8. Longer than the sliding window (8) of the Gemma and Cohere2 models."""
+    cache = case.target.new_cache(3, LENGTH)
+    case.target.forward(case.ids[:, :12], cache)
+    for start in (12, 14, 20):
+        case.target.forward(case.ids.flip(1)[:, :7], cache)  # a draft, all of it wrong
+        cache.crop(start)
+        end = {12: 14, 14: 20, 20: LENGTH}[start]
+        close(case.target.forward(case.ids[:, start:end], cache).logits, case.expected[:, start:end])
+
+
+def test_rows_of_different_lengths(case):
+    """Padded prefill, then single tokens and short chains at each row's own place; then finished rows drop out."""
+    target, ids, lengths = case.target, case.ids, [11, 4, 9]
+    cache = target.new_cache(3, LENGTH)
+    step = target.forward(ids[:, :11], cache, counts=lengths, logits_for="last")
+    assert cache.lengths == lengths
+    close(step.logits[:, 0], torch.stack([case.expected[b, length - 1] for b, length in enumerate(lengths)]))
+    for n in (1, 3, 1):
+        part = torch.stack([ids[b, length : length + n] for b, length in enumerate(cache.lengths)])
+        wanted = torch.stack([case.expected[b, length : length + n] for b, length in enumerate(cache.lengths)])
+        close(target.forward(part, cache).logits, wanted)
+    cache.crop([16, 7, 10])
+    cache.select([2, 1])
+    assert (cache.batch_size, cache.lengths) == (2, [10, 7])
+    part, wanted = (
+        torch.stack([ids[2, 10:14], ids[1, 7:11]]),
+        torch.stack([case.expected[2, 10:14], case.expected[1, 7:11]]),
+    )
+    close(target.forward(part, cache).logits, wanted)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_tree_of_drafts(case, rows):
+    """Every node's logits are those of its path alone: explicit positions and mask, over a committed part that is longer
+    than the sliding window. With two rows, of different lengths."""
+    starts = [14, 11][:rows]
+    nodes = torch.tensor([50, 60, 70, 80, 90])
+    parents = [-1, -1, 0, 1, 3]
+    paths = [[0], [1], [0, 2], [1, 3], [1, 3, 4]]
+    cache = case.target.new_cache(rows, LENGTH)
+    case.target.forward(case.ids[:rows, : max(starts)], cache, counts=starts)
+    end = max(starts) + len(nodes)
+    mask = torch.zeros(rows, 1, len(nodes), end, dtype=torch.bool)
+    positions = torch.zeros(rows, len(nodes), dtype=torch.int64)
+    for row, start in enumerate(starts):
+        mask[row, :, :, :start] = True
+        for node, path in enumerate(paths):
+            mask[row, 0, node, [start + other for other in path]] = True
+            positions[row, node] = start + len(path) - 1
+            assert len(path) == 1 or parents[node] == path[-2]
+    step = case.target.forward(nodes.expand(rows, -1), cache, positions=positions, mask=mask)
+    for row, start in enumerate(starts):
+        for node, path in enumerate(paths):
+            alone = case.whole(torch.cat([case.ids[row, :start], nodes[path]])[None])
+            close(step.logits[row, node], alone[0, -1])
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_scaled_rotary_positions(rope):
+    config = tiny_model().config
+    config.rope_parameters = {"rope_theta": 10000.0, **rope}
+    case = Case(AutoModelForCausalLM.from_config(config).eval(), lean=True)
+    assert case.target.is_lean
+    cache = case.target.new_cache(3, LENGTH)
+    close(
+        torch.cat([case.target.forward(part, cache).logits for part in case.ids.split(11, dim=1)], dim=1), case.expected
+    )
+
+
+def test_biases_everywhere():
+    config = tiny_model().config
+    config.attention_bias = config.mlp_bias = True
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
+    case = Case(model, lean=True)
+    assert case.target.is_lean
+    close(case.target.forward(case.ids, case.target.new_cache(3, LENGTH)).logits, case.expected)
+
+
+SHAPE = {
+    "vocab_size": TINY_VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MistralConfig(**SHAPE, sliding_window=8),
+        Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=8, max_window_layers=4),
+        LlamaConfig(**SHAPE, hidden_act="gelu"),
+        LlamaConfig(**SHAPE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}),
+    ],
+    ids=["mistral-window", "qwen2-window", "gelu", "dynamic-rope"],
+)
+def test_what_lean_does_not_know_takes_the_generic_path(config):
+    model = AutoModelForCausalLM.from_config(config).eval()
+    assert not is_supported(model)
+    case = Case(model, lean=True)
+    assert not case.target.is_lean
+    cache = case.target.new_cache(3, LENGTH)
+    close(
+        torch.cat([case.target.forward(part, cache).logits for part in case.ids.split(13, dim=1)], dim=1), case.expected
+    )
+
+
+def test_fused_weights_are_not_held_twice():
+    model = tiny_model()
+    before = model.model.layers[0].self_attn.k_proj.weight.detach().clone()
+    TargetModel.from_model(model)
+    attention = model.model.layers[0].self_attn
+    assert attention.q_proj.weight.untyped_storage().data_ptr() == attention.k_proj.weight.untyped_storage().data_ptr()
+    assert torch.equal(attention.k_proj.weight, before)
+
+
+def test_hooks_do_not_stay():
+    model = tiny_model()
+    target = TargetModel.from_model(model, lean=False)
+    target.features(torch.ones(1, 3, dtype=torch.int64), torch.tensor([3]))
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_cache_refuses_to_grow_by_cropping_or_past_its_end():
+    target = TargetModel.from_model(tiny_model())
+    cache = target.new_cache(1, 4)
+    target.forward(torch.ones(1, 3, dtype=torch.int64), cache)
+    with pytest.raises(AssertionError):
+        cache.crop(4)
+    with pytest.raises(AssertionError):
+        target.forward(torch.ones(1, 2, dtype=torch.int64), cache)
+    assert isinstance(cache, KVCache)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 48), (3, 48), (2, 5, 48)])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_frozen_linear(dtype, shape, with_bias):
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = (
+        torch.randn(80, 48, generator=generator, dtype=dtype),
+        torch.randn(80, generator=generator, dtype=dtype),
+    )
+    x = torch.randn(*shape[:-1], 96, generator=generator, dtype=dtype)[..., ::2]
+    bias = bias if with_bias else None
+    tolerance = 0.05 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(FrozenLinear(weight, bias)(x), F.linear(x, weight, bias), atol=tolerance, rtol=tolerance)
+    part = weight[:40]  # as the head without its padded rows
+    torch.testing.assert_close(FrozenLinear(part)(x), F.linear(x, part), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_frozen_rms_norm(dtype, scale):
+    generator = torch.Generator().manual_seed(0)
+    x = (
+        scale * torch.randn(2, 3, 48, generator=generator, dtype=torch.float64) + scale
+    )  # not centred, as real states are
+    x, weight = x.to(dtype), torch.randn(48, generator=generator, dtype=torch.float64).to(dtype)
+    exact = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5) * weight.double()
+    tolerance = 0.02 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(FrozenRMSNorm(weight, 1e-5)(x).double(), exact, atol=tolerance, rtol=tolerance)
