@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ class Prompt:
 def builtin_prompts() -> list[Prompt]:
     """All built-in prompts, in a fixed order of which every prefix is balanced over the categories."""
     folder = Path(__file__).parent / "prompts"
-    return mix([read_prompts(folder / f"{category}.jsonl") for category in CATEGORIES])
+    return interleave([prompt for category in CATEGORIES for prompt in read_prompts(folder / f"{category}.jsonl")])
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
@@ -100,6 +101,16 @@ def normalised(prompt: Prompt) -> str:
     return " ".join(re.sub(r"[.,;:!?\"'`\u2018-\u201f()\[\]]+", " ", text).split()) or text
 
 
+def interleave(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The first prompt of every category, then the second ones, ..: every prefix is balanced, until a category is used up."""
+    count: Counter[str] = Counter()
+    ranks = []
+    for prompt in prompts:
+        ranks.append(count[prompt.category])
+        count[prompt.category] += 1
+    return [prompt for _, prompt in sorted(zip(ranks, prompts, strict=True), key=lambda pair: pair[0])]
+
+
 def mix(sources: Sequence[Sequence[Prompt]], weights: Sequence[float] | None = None) -> list[Prompt]:
     """Interleave so that every prefix has the sources' shares to within one prompt, the order inside each source kept.
 
@@ -124,14 +135,15 @@ def mix(sources: Sequence[Sequence[Prompt]], weights: Sequence[float] | None = N
 
 
 def split_held_out(prompts: Sequence[Prompt], every: int = 20) -> tuple[list[Prompt], list[Prompt]]:
-    """(train, held out), about one in `every` held out, orders kept. The hash of a prompt's group, or of its normalised
-    text, decides: a prompt is on the same side whatever else is in the file, and whatever its id."""
+    """(train, held out), about one in `every` held out. The hash of a prompt's group, or of its normalised text, decides:
+    a prompt is on the same side whatever else is in the file, and whatever its id. `train` keeps its order, the held-out
+    part is interleaved, so that a part of it can stand for the whole."""
     train: list[Prompt] = []
     held_out: list[Prompt] = []
     for prompt in prompts:
         bucket = int(hash_json(prompt.group or normalised(prompt)), 16) % every
         (train if bucket else held_out).append(prompt)
-    return train, held_out
+    return train, interleave(held_out)
 
 
 def _read_lines(path: Path) -> list[bytes]:
