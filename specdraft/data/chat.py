@@ -132,6 +132,25 @@ def answers_to_examples(rows: Iterable[AnswerRow], max_length: int | None = None
     return examples, account
 
 
+def read_examples(path: Path, tokenizer: Any, max_length: int) -> tuple[list[Example], Account]:
+    """Examples of a JSONL file: answers (see `AnswerRow`), or conversations, `{"messages": [...], "id": ...}` a line.
+
+    Raises:
+        UserError: no such file, no rows, a line that is neither, or no row that can be used.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"data {path}: no such file; give answers.jsonl or a JSONL file of conversations")
+    with open(path, encoding="utf-8") as file:
+        first = next((line for line in file if line.strip()), "")
+    if '"messages"' not in first:
+        return answers_to_examples(read_answers(path), max_length)
+    with open(path, encoding="utf-8") as file:
+        rows = [_conversation(line, path, number) for number, line in enumerate(file, 1) if line.strip()]
+    _require_unique([id_ for id_, _ in rows], str(path))
+    return encode_conversations(tokenizer, rows, max_length)
+
+
 def check_masks(examples: Sequence[Example], tokenizer: Any) -> None:
     """Refuse data that would train on nothing: no examples, or examples without one supervised token.
 
@@ -429,6 +448,18 @@ def _answer_row(line: str, where: str) -> AnswerRow:
     if edges and not 0 <= edges[0] <= edges[-1] <= len(ids):
         raise UserError(f"{where}: spans {spans!r} leave the {len(ids)} tokens of the row")
     return AnswerRow(str(values["id"]), str(values["category"]), ids, spans, finished)
+
+
+def _conversation(line: str, path: Path, number: int) -> tuple[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{path} line {number}: not JSON ({error.msg}); remove the line or make the file again"
+        ) from None
+    if not isinstance(row, dict) or "messages" not in row:
+        raise UserError(f"{path} line {number}: got {line.strip()[:80]}, expected an object with messages, as line 1")
+    return str(row.get("id", f"{path.stem}-{number}")), row["messages"]
 
 
 def _is_list(value: Any, kind: type) -> bool:

@@ -17,6 +17,7 @@ from specdraft.data.chat import (
     encode_conversations,
     follow_up,
     read_answers,
+    read_examples,
     render_prompt,
     tokenizer_hash,
 )
@@ -327,6 +328,26 @@ def test_answers_round_trip(tmp_path):
     assert example.input_ids.tolist() == ROW["input_ids"]
     assert example.loss_mask.tolist() == [False, False, True, True, True, False, True, True]
     assert row.example(max_length=4).loss_mask.tolist() == [False, False, True, True]
+
+
+def test_read_examples_takes_answers_and_conversations(make, tmp_path):
+    tokenizer = make(CHATML)
+    answers, account = read_examples(write(tmp_path / "answers.jsonl", ROW), tokenizer, 100)
+    assert [example.id for example in answers] == ["p1"]
+    rows = [
+        {"id": "a", "messages": turns("What?", "The sea")},
+        {"messages": turns("What?")},
+        {"messages": turns("A", "B")},
+    ]
+    examples, account = read_examples(write(tmp_path / "chats.jsonl", *rows), tokenizer, 100)
+    assert [example.id for example in examples] == ["a", "chats-3"]
+    assert account.skipped == {"no assistant turn": 1}
+    with pytest.raises(UserError, match=r"chats.jsonl line 2: got \[1\]"):
+        read_examples(write(tmp_path / "chats.jsonl", rows[0], [1]), tokenizer, 100)
+    with pytest.raises(UserError, match="no such file"):
+        read_examples(tmp_path / "missing.jsonl", tokenizer, 100)
+    with pytest.raises(UserError, match="got no rows"):
+        read_examples(write(tmp_path / "empty.jsonl"), tokenizer, 100)
 
 
 def test_answer_row_from_example_and_back(make):
