@@ -50,15 +50,22 @@ class Eagle3Config:
     head: HeadConfig = field(default_factory=HeadConfig)
 
 
+class RMSNorm(nn.RMSNorm):
+    """In the dtype of its input, with fp32 statistics: autocast rounds the weight of a linear layer, but not of a norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class Layer(nn.Module):
     """The weights of the one decoder layer, under the names that EAGLE-3 checkpoints use."""
 
     def __init__(self, c: Eagle3Config):
         super().__init__()
         q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-        self.input_layernorm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.hidden_norm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.self_attn = nn.ModuleDict(
             {
                 "q_proj": nn.Linear(2 * c.hidden_size, q_size, bias=False),
@@ -76,39 +83,15 @@ class Layer(nn.Module):
         )
 
 
-class Eagle3Drafter(nn.Module):
-    """One model for training (`unroll`) and for decoding (`prefill`, `propose`, `observe`; batch 1, no gradient).
+class Arithmetic:
+    """The drafter's equations, over whatever holds its weights: trainable modules (Eagle3Drafter) or packed ones (FrozenWeights),
+    under the same names."""
 
-    The target's embedding is used, not owned: `bind` hands it over, and it is neither trained nor saved.
-    """
-
-    def __init__(self, config: Eagle3Config, vocab_map: VocabMap | None = None):
-        super().__init__()
-        self.config = config
-        taps_size = len(config.tap_layers) * config.hidden_size
-        if config.fc_norm:
-            self.fc_norm = nn.ModuleList(nn.RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in config.tap_layers)
-        if config.norm_before_fc:
-            self.input_norm = nn.RMSNorm(taps_size, config.rms_norm_eps)
-        self.fc = nn.Linear(taps_size, config.hidden_size, bias=False)
-        self.midlayer = Layer(config)
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head: Head = build_head(config.head, config.hidden_size, config.vocab_size, vocab_map)
-        cos, sin = rotary_tables(config)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
-        self._frozen: dict[str, Tensor] = {}  # a dict, so that nn.Module neither registers nor saves it
-        self._chain: ChainState | None = None
-
-    def bind(self, embedding: Tensor) -> Eagle3Drafter:
-        """Use the target's embedding [V, H]."""
-        self._frozen["embedding"] = embedding
-        return self
+    config: Eagle3Config
+    embedding: Tensor
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self._frozen["embedding"])
-
-    # --- the arithmetic that training and decoding share -------------------------------------------------------------
+        return F.embedding(tokens, self.embedding)
 
     def fuse(self, taps: Tensor) -> Tensor:
         """taps [..., A*H] -> g [..., H]"""
@@ -151,6 +134,41 @@ class Eagle3Drafter(nn.Module):
         hidden = hidden + layer.mlp["down_proj"](F.silu(layer.mlp["gate_proj"](x)) * layer.mlp["up_proj"](x))
         normed = self.norm(hidden)
         return (normed if self.config.norm_output else hidden), normed
+
+
+class Eagle3Drafter(nn.Module, Arithmetic):
+    """One model for training (`unroll`) and for decoding (`prefill`, `propose`, `observe`; batch 1, no gradient).
+
+    The target's embedding is used, not owned: `bind` hands it over, and it is neither trained nor saved.
+    """
+
+    def __init__(self, config: Eagle3Config, vocab_map: VocabMap | None = None):
+        super().__init__()
+        self.config = config
+        taps_size = len(config.tap_layers) * config.hidden_size
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in config.tap_layers)
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(taps_size, config.rms_norm_eps)
+        self.fc = nn.Linear(taps_size, config.hidden_size, bias=False)
+        self.midlayer = Layer(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head: Head = build_head(config.head, config.hidden_size, config.vocab_size, vocab_map)
+        cos, sin = rotary_tables(config)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        self._target: dict[str, Tensor] = {}  # a dict, so that nn.Module neither registers nor saves it
+        self._frozen: FrozenWeights | None = None
+        self._chain: ChainState | None = None
+
+    def bind(self, embedding: Tensor) -> Eagle3Drafter:
+        """Use the target's embedding [V, H]."""
+        self._target["embedding"] = embedding
+        return self
+
+    @property
+    def embedding(self) -> Tensor:
+        return self._target["embedding"]
 
     # --- training ----------------------------------------------------------------------------------------------------
 

@@ -50,7 +50,9 @@ class OptimConfig:
             raise UserError(f"optim.weight_decay, optim.clip: got {self.weight_decay}, {self.clip}, allowed: 0 or more")
 
 
-def build_optimizers(body: Iterable[nn.Parameter], head: Iterable[nn.Parameter], config: OptimConfig) -> list[Optimizer]:
+def build_optimizers(
+    body: Iterable[nn.Parameter], head: Iterable[nn.Parameter], config: OptimConfig
+) -> list[Optimizer]:
     """One optimiser, or two for Muon, over the trainable parameters of the body and of the head.
 
     The parameters are the fp32 master copies; autocast makes the low-precision ones on the fly. Each group carries its

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -68,7 +69,7 @@ def test_schedule():
 
 def test_schedule_is_continuous():
     values = [schedule(i / 1000, 0.03, 0.1) for i in range(1001)]
-    assert max(abs(a - b) for a, b in zip(values, values[1:], strict=False)) < 0.04
+    assert max(abs(a - b) for a, b in itertools.pairwise(values)) < 0.04
     assert all(math.isfinite(value) for value in values)
 
 

@@ -1,0 +1,103 @@
+"""Processes and signals: an Accelerator that is what the launcher was asked for, and stopping at a step's end.
+
+accelerate owns devices and processes; here are the few combinations that it accepts and that silently train wrongly. This
+file knows nothing of models or data.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
+
+from specdraft.config import UserError
+
+FSDP_ON_CPU = (
+    "launch: got FSDP on a CPU, where accelerate trains unsynchronised copies; use recipes/launch/cpu2.yaml, or GPUs"
+)
+
+
+def make_accelerator(mixed_precision: str, processes: int | None, tracker: str, output: Path) -> Accelerator:
+    """The Accelerator of this process. `processes`: how many there must be (None = as many as were launched).
+
+    Raises:
+        UserError: fewer or more processes than asked for; FSDP2 on a CPU; a tracker that is not installed.
+    """
+    if tracker != "none" and importlib.util.find_spec(tracker) is None:
+        raise UserError(f"train.tracker: {tracker} is not installed; pip install {tracker}, or give none")
+    # Without a device accelerate sees no processes unless told `cpu`; DeepSpeed's own start needs it untold, and gloo named.
+    no_device = not torch.accelerator.is_available()
+    deepspeed = _flag("ACCELERATE_USE_DEEPSPEED")
+    if no_device and _flag("ACCELERATE_USE_FSDP"):
+        raise UserError(FSDP_ON_CPU)
+    handlers = [DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)]
+    if no_device and deepspeed:
+        handlers.append(InitProcessGroupKwargs(backend="gloo"))
+    accelerator = Accelerator(
+        cpu=no_device and not deepspeed,
+        mixed_precision=mixed_precision,
+        log_with=None if tracker == "none" else tracker,
+        project_dir=str(output),
+        kwargs_handlers=handlers,
+    )
+    check_processes(accelerator, processes)
+    return accelerator
+
+
+def check_optimizers(accelerator: Accelerator, name: str) -> None:
+    """Raises UserError where the parallel scheme cannot run the optimiser."""
+    if name == "muon" and accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        raise UserError(
+            f"optim.name: got muon under {accelerator.distributed_type.value}, which shards the matrices that muon must "
+            "see whole; give adamw, or launch with recipes/launch/ddp.yaml"
+        )
+
+
+def check_processes(accelerator: Accelerator, wanted: int | None) -> None:
+    """Raises UserError where the processes that were started do not train together, or are not `wanted` many."""
+    got, launched = accelerator.num_processes, int(os.environ.get("WORLD_SIZE", "1"))
+    if got != launched:
+        raise UserError(
+            f"launch: {launched} processes were started but each trains alone; use a file of recipes/launch"
+        )
+    if accelerator.distributed_type == DistributedType.FSDP and accelerator.device.type == "cpu":
+        raise UserError(FSDP_ON_CPU)
+    if wanted is not None and got != wanted:
+        raise UserError(
+            f"train.processes: wanted {wanted}, got {got}; launch with torchrun --nproc-per-node {wanted}, or with a file of "
+            "recipes/launch (accelerate's MULTI_CPU type starts one process, whatever num_processes says)"
+        )
+
+
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "false").lower() in ("1", "true", "yes")
+
+
+class Interrupt:
+    """Within the `with` block SIGINT and SIGTERM only set `signal`; the loop saves and stops at the next step's end.
+    A second one of the same kind acts at once, as it would have without us."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.signal = 0
+
+    def __enter__(self) -> Interrupt:
+        self._previous = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        signal.signal(number, self._previous[number])

@@ -1,0 +1,355 @@
+"""The loop in one process on a tiny target: exact resume, signals, broken checkpoints, budgets, logs."""
+
+import json
+import math
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from tiny_training import Config, make_trainer, small_run, tiny_examples
+
+from specdraft.config import UserError
+from specdraft.data.chat import Example
+from specdraft.training import checkpoint, metrics
+from specdraft.training.loop import Plan, TrainConfig, Trainer
+from specdraft.training.metrics import make_report
+from specdraft.training.optim import OptimConfig, schedule
+from specdraft.training.processes import make_accelerator
+
+FINAL = "state/step-00000010"
+
+
+def run(accelerator, output: Path, train: TrainConfig | None = None, cache_bytes: int = 0, change=None):
+    """One run in `output`; `change(trainer)` may break it first. The accelerator forgets what it prepared for the last one."""
+    accelerator.free_memory()
+    trainer = make_trainer(Config(output, cache_bytes, train=train or small_run()), accelerator)
+    if change is not None:
+        change(trainer)
+    return trainer, trainer.run()
+
+
+def at_step(number: int, act):
+    """In the middle of step `number`, act()."""
+
+    def change(trainer):
+        step = trainer._train_step
+
+        def train_step(batches):
+            if trainer.step == number - 1:
+                act()
+            step(batches)
+
+        trainer._train_step = train_step
+
+    return change
+
+
+def add_noise(trainer):
+    """A forward pass that consumes random numbers."""
+    forward = trainer._forward
+
+    def noisy(examples, share):
+        loss, sums = forward(examples, share)
+        return loss * (1 + 0.1 * torch.rand(())), sums
+
+    trainer._forward = noisy
+
+
+def crash():
+    raise ZeroDivisionError
+
+
+def assert_same_files(
+    one: Path, other: Path, names=("best.safetensors", f"{FINAL}/model.safetensors", f"{FINAL}/optimizer.bin")
+):
+    for name in names:
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+
+def logged(output: Path) -> list[dict]:
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {key: value for key, value in record.items() if key not in ("seconds", "tokens_per_second")}
+        for record in records
+    ]
+
+
+@pytest.mark.parametrize(("optimizer", "cache_bytes"), [("adamw", 0), ("muon", 1 << 20)])
+def test_crash_and_resume_is_exact(accelerator, tmp_path, optimizer, cache_bytes):
+    """Fault 26: weights, optimiser state, random numbers, place in the data, schedule, best so far and log are, bit for bit,
+    those of a run that was not interrupted; across an epoch's end, with accumulation."""
+    train = replace(small_run(), accumulation=2, epochs=None, optim=OptimConfig(name=optimizer, warmup=0.3))
+    names = ["best.safetensors", f"{FINAL}/model.safetensors", f"{FINAL}/optimizer.bin"]
+    names += [f"{FINAL}/optimizer_1.bin"] if optimizer == "muon" else []
+    _, whole = run(accelerator, tmp_path / "whole", train, cache_bytes, add_noise)
+    assert whole.epochs > 1
+
+    def crash_noisily(trainer):
+        add_noise(trainer)
+        at_step(6, crash)(trainer)
+
+    with pytest.raises(ZeroDivisionError):
+        run(accelerator, tmp_path / "parts", train, cache_bytes, crash_noisily)
+    assert not (tmp_path / "parts" / FINAL).exists()
+    torch.manual_seed(99)
+    _, parts = run(accelerator, tmp_path / "parts", train, cache_bytes, add_noise)
+    assert_same_files(tmp_path / "whole", tmp_path / "parts", names)
+    assert logged(tmp_path / "whole") == logged(tmp_path / "parts")
+    assert replace(parts, seconds=0) == replace(whole, seconds=0)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_saves_and_stops(accelerator, tmp_path, number, code):
+    """The step that was running is finished and saved; the same command goes on to the same end."""
+    run(accelerator, tmp_path / "whole")
+    handler = signal.getsignal(number)
+    with pytest.raises(SystemExit) as stop:
+        run(accelerator, tmp_path / "parts", change=at_step(5, lambda: os.kill(os.getpid(), number)))
+    assert stop.value.code == code
+    assert signal.getsignal(number) is handler
+    assert checkpoint.newest_state(tmp_path / "parts")[0].name == "step-00000005"
+    run(accelerator, tmp_path / "parts")
+    assert_same_files(tmp_path / "whole", tmp_path / "parts")
+
+
+def damage_mark(folder):
+    (folder / "complete.json").unlink()
+
+
+def damage_half_mark(folder):
+    (folder / "complete.json").write_text('{"files": {')
+
+
+def damage_weights(folder):
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+def damage_file(folder):
+    (folder / "optimizer.bin").unlink()
+
+
+@pytest.mark.parametrize("damage", [damage_mark, damage_half_mark, damage_weights, damage_file])
+def test_broken_newest_is_skipped(accelerator, tmp_path, damage):
+    """Fault 27."""
+    run(accelerator, tmp_path / "whole")
+    run(accelerator, tmp_path / "parts")
+    damage(tmp_path / "parts" / FINAL)
+    with pytest.warns(UserWarning, match="step-00000010: not complete, skipped"):
+        trainer, _ = run(accelerator, tmp_path / "parts")
+    assert trainer.saved_at == 10
+    assert_same_files(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_crash_while_saving(accelerator, tmp_path, monkeypatch):
+    """Fault 27: nothing half-written is taken for a state, and the next save removes it."""
+    monkeypatch.setattr(checkpoint, "_mark", lambda *_: crash())
+    with pytest.raises(ZeroDivisionError):
+        run(accelerator, tmp_path)
+    assert [path.name for path in (tmp_path / "state").iterdir()] == [".writing-step-00000003"]
+    assert checkpoint.newest_state(tmp_path) is None
+    monkeypatch.undo()
+    run(accelerator, tmp_path)
+    assert sorted(path.name for path in (tmp_path / "state").iterdir()) == ["step-00000009", "step-00000010"]
+
+
+def test_files_hold_the_drafter_and_fp32_moments_only(tmp_path):
+    """Faults 13, 26: no frozen target weights in any file; weights and optimiser state are not rounded under bf16 autocast."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    train = replace(small_run(), mixed_precision="bf16", max_steps=2)
+    trainer, _ = run(make_accelerator("bf16", None, "none", tmp_path), tmp_path, train)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    own = set(trainer.drafter.state_dict())
+    folder = tmp_path / "state" / "step-00000002"
+    saved = load_file(folder / "model.safetensors")
+    assert {name.removeprefix("drafter.") for name in saved} == own == set(checkpoint.best_weights(tmp_path))
+    assert all(tensor.dtype == torch.float32 for tensor in saved.values())
+    moments = torch.load(folder / "optimizer.bin")["state"]
+    assert len(moments) == len(list(trainer.drafter.parameters()))
+    for state in moments.values():
+        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
+        assert (state["exp_avg"].bfloat16().float() != state["exp_avg"]).any()
+
+
+def test_target_stays_as_it_was(accelerator, tmp_path):
+    trainer, _ = run(accelerator, tmp_path)
+    before = make_trainer(Config(tmp_path / "other"), accelerator).model.target.model.state_dict()
+    for name, tensor in trainer.model.target.model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_best_weights_are_chosen_and_loaded(accelerator, tmp_path, monkeypatch):
+    """The drafter ends with the weights of the evaluation with the greatest tau, not with the last ones."""
+    taus = iter([1.1, 1.4, 1.2, 1.3])  # after steps 0, 4, 8, 10
+
+    def pretend(trainer):
+        evaluate = trainer._evaluate
+
+        def evaluate_with_tau():
+            with monkeypatch.context() as patch:
+                patch.setattr(metrics, "make_report", lambda sums: replace(make_report(sums), tau=next(taus)))
+                evaluate()
+
+        trainer._evaluate = evaluate_with_tau
+
+    trainer, result = run(accelerator, tmp_path, replace(small_run(), save_every=4, keep=9), change=pretend)
+    assert (result.best["step"], result.best["tau"]) == (4, 1.4)
+    weights = load_file(tmp_path / "state" / "step-00000004" / "model.safetensors")
+    for name, tensor in trainer.drafter.state_dict().items():
+        assert torch.equal(tensor, weights[f"drafter.{name}"]), name
+
+
+def test_steps_and_schedule(accelerator, tmp_path):
+    """Fault 26: max_steps stops; the logged rate is the schedule's at the middle of each step, across a resume too."""
+    train = replace(small_run(), optim=OptimConfig(lr=1e-3, warmup=0.3, floor=0.1))
+    with pytest.raises(ZeroDivisionError):
+        run(accelerator, tmp_path, train, change=at_step(8, crash))
+    _, result = run(accelerator, tmp_path, train)
+    assert (result.steps, result.stopped_by) == (10, "steps")
+    rates = [record["lr"] for record in logged(tmp_path) if "lr" in record]
+    assert rates == pytest.approx([1e-3 * schedule((step + 0.5) / 10, 0.3, 0.1) for step in range(10)])
+
+
+def test_finished_run_is_left_alone(accelerator, tmp_path):
+    _, first = run(accelerator, tmp_path)
+    before = (tmp_path / FINAL / "complete.json").stat().st_mtime_ns
+    trainer, again = run(accelerator, tmp_path)
+    assert (tmp_path / FINAL / "complete.json").stat().st_mtime_ns == before
+    assert again.best == first.best
+    assert len(logged(tmp_path)) == 10 + 4
+
+
+def test_time_budget(accelerator, tmp_path, monkeypatch):
+    """The rate follows the share of the budget; the last evaluation has its time; a resumed run has only what is left."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def costs(trainer):
+        step, evaluate = trainer._train_step, trainer.states.batch
+        trainer._train_step = lambda batches: (step(batches), now.__setitem__(0, now[0] + 3.0))
+        trainer.states.batch = lambda examples: (
+            now.__setitem__(0, now[0] + (0 if trainer.model.training else 1.0)),
+            evaluate(examples),
+        )[1]
+
+    train = replace(
+        small_run(), max_steps=None, epochs=None, max_minutes=1.0, eval_every=1000, optim=OptimConfig(warmup=0.5)
+    )
+    _, result = run(accelerator, tmp_path, train, change=costs)
+    assert result.stopped_by == "minutes"
+    assert 54 < result.seconds <= 60
+    rates = [record["lr"] for record in logged(tmp_path) if "lr" in record]
+    assert max(rates) == pytest.approx(1e-3, rel=0.1)
+    assert 0.35 < rates.index(max(rates)) / len(rates) < 0.65
+    assert rates[-1] < 1e-4
+    now[0] = 1000.0
+    _, again = run(accelerator, tmp_path, train, change=costs)
+    assert again.steps == result.steps
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"tokens_per_batch": 256}, "train.tokens_per_batch = 128, got 256"),
+        ({"optim": OptimConfig(lr=2e-3)}, "train.optim.lr = 0.001, got 0.002"),
+        ({"resume": False}, "holds a run already"),
+    ],
+)
+def test_resume_of_another_run_is_refused(accelerator, tmp_path, change, says):
+    """Fault 18 (through `identity`), and settings that would silently not take effect."""
+    run(accelerator, tmp_path)
+    with pytest.raises(UserError, match=says):
+        run(accelerator, tmp_path, replace(small_run(), **change))
+
+
+def test_resume_with_another_map_is_refused(accelerator, tmp_path):
+    """Fault 18."""
+    run(accelerator, tmp_path)
+
+    def other_target(trainer):
+        trainer.identity["target"] = "0" * 16
+
+    with pytest.raises(UserError, match="was made with target = "):
+        run(accelerator, tmp_path, change=other_target)
+
+
+def test_not_finite_loss_stops(accelerator, tmp_path):
+    def poison(trainer):
+        torch.nn.init.constant_(trainer.drafter.fc.weight, math.nan)
+
+    with pytest.raises(UserError, match="the loss is nan at step 1"):
+        run(accelerator, tmp_path, replace(small_run(), eval_every=0), change=poison)
+
+
+def test_tracker_gets_the_figures(accelerator, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    tracked = make_accelerator("no", None, "tensorboard", tmp_path)
+    run(tracked, tmp_path, replace(small_run(), tracker="tensorboard"))
+    events = EventAccumulator(str(next(tmp_path.rglob("events.out*")).parent))
+    events.Reload()
+    assert {"loss", "lr", "tau", "eval_tau", "alpha.0", "hit.2", "tokens_per_second"} <= set(events.Tags()["scalars"])
+    assert [event.step for event in events.Scalars("eval_tau")] == [0, 4, 8, 10]
+
+
+def test_plan_covers_every_example_once():
+    """Fault 28: whatever the split over processes and micro-batches, an epoch's steps are the same sets of examples, each
+    example comes once, and no process is ever without a batch."""
+    lengths = [len(example.input_ids) for example in tiny_examples(37, seed=1)]
+    config = TrainConfig(tokens_per_batch=128, accumulation=1, epochs=2)
+    by_split = []
+    for processes, accumulation in ((4, 1), (2, 2), (1, 4)):
+        plan = Plan(lengths, replace(config, accumulation=accumulation), processes)
+        steps = plan.epoch(0)
+        assert all(len(step) == 4 and all(step) for step in steps)
+        assert sorted(i for step in steps for batch in step for i in batch) == list(range(37))
+        by_split.append(steps)
+        assert plan.total_steps == len(plan.epoch(0)) + len(plan.epoch(1))
+        assert plan.epoch(0) != plan.epoch(1)
+        resumed = next(plan.steps(len(steps) + 1))[1]
+        assert resumed == plan.epoch(1)[1]
+    assert by_split[0] == by_split[1] == by_split[2]
+
+
+def test_nothing_to_learn_is_refused(accelerator, tmp_path):
+    """Fault 1, at the last gate."""
+    config = Config(tmp_path)
+    trainer = make_trainer(config, accelerator)
+    empty = [Example("x", torch.arange(8), torch.zeros(8, dtype=torch.bool))]
+    arguments = (trainer.drafter, trainer.model.target, trainer.states)
+    with pytest.raises(UserError, match="training data: none of 1 examples"):
+        Trainer(accelerator, *arguments, empty, trainer.held_out, config.train, tmp_path, {})
+    with pytest.raises(UserError, match="held-out data: none of 0 examples"):
+        Trainer(accelerator, *arguments, trainer.train, [], config.train, tmp_path, {})
+    with pytest.raises(UserError, match="a step needs at least 64"):
+        Trainer(
+            accelerator,
+            *arguments,
+            trainer.train,
+            trainer.held_out,
+            replace(config.train, accumulation=64),
+            tmp_path,
+            {},
+        )
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"epochs": None}, "got no limit"),
+        ({"epochs": 0}, "train.epochs: got 0"),
+        ({"max_minutes": -1.0}, "train.max_minutes"),
+        ({"keep": 0}, "train.keep"),
+        ({"tokens_per_batch": 0}, "train.tokens_per_batch"),
+    ],
+)
+def test_bad_values(values, says):
+    with pytest.raises(UserError, match=says):
+        TrainConfig(**values)
