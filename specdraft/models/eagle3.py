@@ -6,7 +6,7 @@
 Row i of a sequence: feature of position i, embedding of x[i+1], predicts x[i+2]. Keys and values of a row depend on its
 inputs alone, never on attention, so rows that nobody asks for (prompts) cost two small products each.
 
-`unroll` (training) and `propose` (decoding) are the same arithmetic, by test. This file knows nothing of losses, of
+`unroll` (training, here) and `propose` (decoding, chain.py) are the same arithmetic, by test. This file knows nothing of losses, of
 sampling, or of how drafts are verified. Source: EAGLE-3 (arXiv 2503.01840); papers.md 8.
 
 Letters: B batch, T tokens, H width, A taps, K steps, M supervised rows, h heads, k key/value heads, d head width.
@@ -14,8 +14,8 @@ Letters: B batch, T tokens, H width, A taps, K steps, M supervised rows, h heads
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,8 +25,10 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdraft.data.vocab import VocabMap
+from specdraft.models.chain import Chain
 from specdraft.models.drafter import Choose, Proposal
-from specdraft.models.heads import Head, HeadConfig, build_head
+from specdraft.models.heads import Head, HeadConfig, LowRankHead, build_head
+from specdraft.models.layers import FrozenLinear, FrozenRMSNorm
 
 
 @dataclass
@@ -159,7 +161,7 @@ class Eagle3Drafter(nn.Module, Arithmetic):
         self.register_buffer("sin", sin, persistent=False)
         self._target: dict[str, Tensor] = {}  # a dict, so that nn.Module neither registers nor saves it
         self._frozen: FrozenWeights | None = None
-        self._chain: ChainState | None = None
+        self._chain: Chain | None = None
 
     def bind(self, embedding: Tensor) -> Eagle3Drafter:
         """Use the target's embedding [V, H]."""
@@ -206,83 +208,53 @@ class Eagle3Drafter(nn.Module, Arithmetic):
     @torch.inference_mode()
     def prefill(self, taps: Tensor, input_ids: Tensor) -> None:
         """See Drafter.prefill. Rows 0..T-1, token i+1 beside feature i."""
-        self._chain = ChainState.new(self.config, taps)
-        self._append(taps, input_ids[:, 1:])
-
-    @torch.inference_mode()
-    def observe(self, tokens: Tensor, taps: Tensor) -> None:
-        """See Drafter.observe. The rows made of drafted states give way to rows made of the target's."""
-        self._append(taps, tokens[None])
+        versions = [(parameter.data_ptr(), parameter._version) for parameter in self.parameters()]
+        if self._frozen is None or self._frozen.versions != versions:
+            self._frozen = FrozenWeights(self, versions)
+        self._chain = Chain(self._frozen, taps, input_ids[:, 1:])
 
     @torch.inference_mode()
     def propose(self, budget: int, choose: Choose, live: Tensor | None = None) -> Proposal:
         """See Drafter.propose. A chain of `budget` tokens from the last row."""
-        chain, head = self._chain, self.lm_head
-        x, hidden, length = chain.x, chain.residual, chain.length
-        ids = head.target_ids(live)
-        tokens, laws, head_seconds = [], [], 0.0
-        for step in range(budget):
-            position = length - 1 + step
-            if step:
-                x, hidden = self.layer_input(hidden, tokens[-1][None])
-                self._write(x, position)
-            q = self.rotate_at(self.midlayer.self_attn["q_proj"](x), position, 1)
-            keys, values = chain.keys[:, :, : position + 1], chain.values[:, :, : position + 1]
-            attended = F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
-            hidden, normed = self.finish(attended, hidden)
-            start = time.perf_counter()
-            logits = head.logits(normed[:, 0], live)
-            head_seconds += time.perf_counter() - start
-            column, law = choose(logits)
-            tokens.append(column if ids is None else ids[column])
-            laws.append(law)
-        q = None if not laws or laws[0] is None else torch.stack(laws)
-        return Proposal(torch.cat(tokens), list(range(-1, budget - 1)), q, ids, head_seconds)
+        return self._chain.propose(budget, choose, live)
 
-    def _append(self, taps: Tensor, tokens: Tensor) -> None:
-        """Rows of committed tokens [1, n] with true features [1, n, A*H]; the last one is where the next draft starts."""
-        chain = self._chain
-        x, residual = self.layer_input(self.fuse(taps), tokens)
-        self._write(x, chain.length)
-        chain.length += x.shape[1]
-        chain.x, chain.residual = x[:, -1:], residual[:, -1:]
-
-    def _write(self, x: Tensor, start: int) -> None:
-        """Keys and values of rows x [1, n, 2H] at positions start..start+n-1."""
-        chain, attn = self._chain, self.midlayer.self_attn
-        end = start + x.shape[1]
-        chain.reserve(end)
-        chain.keys[:, :, start:end] = self.rotate_at(attn["k_proj"](x), start, x.shape[1])
-        chain.values[:, :, start:end] = attn["v_proj"](x).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
-
-    def rotate_at(self, x: Tensor, start: int, count: int) -> Tensor:
-        """x [1, n, heads*d] at consecutive positions -> [1, heads, n, d], rotated: `rotate` without a gather."""
-        x = x.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
-        cos, sin = self.cos[start : start + count].to(x.dtype), self.sin[start : start + count].to(x.dtype)
-        left, right = x.chunk(2, dim=-1)
-        return x * cos + torch.cat([-right, left], dim=-1) * sin
+    @torch.inference_mode()
+    def observe(self, tokens: Tensor, taps: Tensor) -> None:
+        """See Drafter.observe. The rows made of drafted states give way to rows made of the target's."""
+        self._chain.append(taps, tokens[None])
 
 
-@dataclass
-class ChainState:
-    """Keys and values of one sequence, [1, k, capacity, d] each, and the inputs of its last row."""
+class FrozenWeights(Arithmetic):
+    """A drafter's weights packed for decoding. `versions`: of the parameters they were made from."""
 
-    keys: Tensor
-    values: Tensor
-    length: int = 0
-    x: Tensor | None = None
-    residual: Tensor | None = None
+    def __init__(self, drafter: Eagle3Drafter, versions: list[tuple[int, int]]):
+        self.config, self.embedding, self.versions = drafter.config, drafter.embedding, versions
+        for name, module in drafter.named_children():
+            if name != "lm_head":
+                setattr(self, name, freeze(module))
+        self.head = drafter.lm_head
+        self.rows = FrozenLinear(self.head.weight)
+        self.down = FrozenLinear(self.head.down) if isinstance(self.head, LowRankHead) else None
+        dtype = drafter.fc.weight.dtype
+        left, right = drafter.sin.chunk(2, dim=-1)
+        self.cos, self.sin = drafter.cos.to(dtype), torch.cat([-left, right], dim=-1).to(dtype)
 
-    @classmethod
-    def new(cls, config: Eagle3Config, like: Tensor, capacity: int = 512) -> ChainState:
-        shape = (1, config.num_key_value_heads, capacity, config.head_dim)
-        return cls(like.new_empty(shape), like.new_empty(shape))
+    def logits(self, hidden: Tensor, live: Tensor | None) -> Tensor:
+        """As Head.logits."""
+        projected = hidden if self.down is None else self.down(hidden)
+        return self.rows(projected) if live is None else F.linear(projected, self.head.weight[live])
 
-    def reserve(self, length: int) -> None:
-        """Grow, by doubling, to hold `length` rows."""
-        while length > self.keys.shape[2]:
-            self.keys = torch.cat([self.keys, torch.empty_like(self.keys)], dim=2)
-            self.values = torch.cat([self.values, torch.empty_like(self.values)], dim=2)
+
+def freeze(module: nn.Module) -> Any:
+    """The same tree, of packed products and norms."""
+    if isinstance(module, nn.Linear):
+        return FrozenLinear(module.weight, module.bias)
+    if isinstance(module, RMSNorm):
+        return FrozenRMSNorm(module.weight, module.eps)
+    if isinstance(module, nn.ModuleList):
+        return [freeze(child) for child in module]
+    children = {name: freeze(child) for name, child in module.named_children()}
+    return children if isinstance(module, nn.ModuleDict) else SimpleNamespace(**children)
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:

@@ -1,0 +1,81 @@
+"""Drafting a chain, token by token, with a one-layer drafter: its keys and values, and the steps that extend them.
+
+It knows the drafter only as the equations of eagle3.Arithmetic over packed weights, and nothing of verification.
+
+Letters: A taps, H width, h heads, k key/value heads, d head width, n rows, S columns of the draft law.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdraft.models.drafter import Choose, Proposal
+
+if TYPE_CHECKING:
+    from specdraft.models.eagle3 import FrozenWeights
+
+
+class Chain:
+    """One sequence. Row i holds the feature of position i and the token i+1; rows of drafted states stand behind the `length`
+    rows of committed tokens and are overwritten by the next ones."""
+
+    def __init__(self, weights: FrozenWeights, taps: Tensor, tokens: Tensor, capacity: int = 512):
+        """taps [1, n, A*H] and tokens [1, n]: the rows to begin with."""
+        self.weights = weights
+        shape = (1, weights.config.num_key_value_heads, capacity, weights.config.head_dim)
+        self.keys, self.values = taps.new_empty(shape), taps.new_empty(shape)
+        self.length = 0
+        self.append(taps, tokens)
+
+    def append(self, taps: Tensor, tokens: Tensor) -> None:
+        """Rows of committed tokens [1, n] with the target's features [1, n, A*H]; drafting starts from the last one."""
+        x, residual = self.weights.layer_input(self.weights.fuse(taps), tokens)
+        self._write(x, self.length)
+        self.length += x.shape[1]
+        self.x, self.residual = x[:, -1:], residual[:, -1:]
+
+    def propose(self, budget: int, choose: Choose, live: Tensor | None) -> Proposal:
+        """See Drafter.propose."""
+        weights, x, hidden = self.weights, self.x, self.residual
+        ids = weights.head.target_ids(live)
+        tokens, laws, head_seconds = [], [], 0.0
+        for step in range(budget):
+            position = self.length - 1 + step
+            if step:
+                x, hidden = weights.layer_input(hidden, tokens[-1][None])
+                self._write(x, position)
+            q = self._rotate(self._split(weights.midlayer.self_attn["q_proj"](x)), position)
+            keys, values = self.keys[:, :, : position + 1], self.values[:, :, : position + 1]
+            hidden, normed = weights.finish(F.scaled_dot_product_attention(q, keys, values, enable_gqa=True), hidden)
+            start = time.perf_counter()
+            logits = weights.logits(normed[:, 0], live)
+            head_seconds += time.perf_counter() - start
+            column, law = choose(logits)
+            tokens.append(column if ids is None else ids[column])
+            laws.append(law)
+        q = None if not laws or laws[0] is None else torch.stack(laws)
+        return Proposal(torch.cat(tokens), list(range(-1, budget - 1)), q, ids, head_seconds)
+
+    def _write(self, x: Tensor, start: int) -> None:
+        """Keys and values of rows x [1, n, 2H] at positions start..start+n-1."""
+        end, attn = start + x.shape[1], self.weights.midlayer.self_attn
+        while end > self.keys.shape[2]:
+            self.keys = torch.cat([self.keys, torch.empty_like(self.keys)], dim=2)
+            self.values = torch.cat([self.values, torch.empty_like(self.values)], dim=2)
+        self.keys[:, :, start:end] = self._rotate(self._split(attn["k_proj"](x)), start)
+        self.values[:, :, start:end] = self._split(attn["v_proj"](x))
+
+    def _split(self, x: Tensor) -> Tensor:
+        """[1, n, heads*d] -> [1, heads, n, d]"""
+        return x.unflatten(-1, (-1, self.weights.config.head_dim)).transpose(1, 2)
+
+    def _rotate(self, x: Tensor, start: int) -> Tensor:
+        """Arithmetic.rotate for consecutive positions: x [1, heads, n, d]."""
+        end = start + x.shape[2]
+        turned = x.roll(x.shape[-1] // 2, dims=-1)
+        return torch.addcmul(x * self.weights.cos[start:end], turned, self.weights.sin[start:end])
