@@ -303,10 +303,13 @@ def _normalise(messages: Any) -> list[dict[str, str]]:
 
 
 def _marked_spans(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[str, list[Span]] | None:
-    """Text and answer spans by the template's own marks; None where it has none."""
+    """Text and answer spans by the template's own marks; None where it has none, or where they leave reasoning out."""
     if not GENERATION_MARK.search(tokenizer.get_chat_template()):
         return None
-    return _render_with_marks(tokenizer, messages, marks=True)
+    text, spans = _render_with_marks(tokenizer, messages, marks=True)
+    if spans and _last_reasoning(messages)[0] not in text[slice(*spans[-1])]:
+        return None
+    return text, spans
 
 
 def _searched_spans(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[str, list[Span]]:
@@ -345,9 +348,8 @@ def _restore_reasoning(
 ) -> tuple[str, list[Span]]:
     """Some templates strip reasoning from every turn, the last included (DeepSeek-R1's), or do not know it: then the
     last turn is built from the generation prompt and what the model wrote after it."""
-    thoughts, answer = _split_inline_reasoning(messages[-1]["content"])
-    reasoning = messages[-1].get("reasoning_content") or thoughts.removesuffix("</think>").split("<think>")[-1]
-    if reasoning.strip() in text[slice(*spans[-1])]:
+    reasoning, answer = _last_reasoning(messages)
+    if reasoning in text[slice(*spans[-1])]:
         return text, spans
     prompt = _render(tokenizer, messages[:-1], add_generation_prompt=True)
     if len(spans) > 1 and prompt[: spans[-2][1]] != text[: spans[-2][1]]:
@@ -381,6 +383,13 @@ def _split_inline_reasoning(content: str) -> tuple[str, str]:
     """'<think>r</think>a' -> ('<think>r</think>', 'a'); without reasoning the first part is empty."""
     thoughts, mark, answer = content.rpartition("</think>")
     return thoughts + mark, answer
+
+
+def _last_reasoning(messages: list[dict[str, str]]) -> tuple[str, str]:
+    """Reasoning and answer of the last turn, whichever way it holds them."""
+    thoughts, answer = _split_inline_reasoning(messages[-1]["content"])
+    inline = thoughts.removesuffix("</think>").split("<think>")[-1]
+    return (messages[-1].get("reasoning_content") or inline).strip(), answer
 
 
 def _with_reasoning(reasoning: str, answer: str) -> str:

@@ -183,6 +183,20 @@ def test_reasoning_is_kept_where_the_template_does_not_know_it(make):
     assert torch.equal(example.loss_mask, same.loss_mask)
 
 
+def test_marks_that_leave_reasoning_out_are_not_followed(make):
+    """Fault 3."""
+    marked = QWEN3.replace(
+        "{{ content + '<|im_end|>\n' }}", "{% generation %}{{ content }}{% endgeneration %}{{ '<|im_end|>\n' }}"
+    )
+    assert marked != QWEN3
+    messages = reasoned("What?", ("2 and 2", "4"), "And?", ("so 5", "5"))
+    example, expected = (encode_conversation(make(template), messages, 10_000) for template in (marked, QWEN3))
+    assert torch.equal(example.input_ids, expected.input_ids)
+    assert torch.equal(example.loss_mask, expected.loss_mask)
+    without = turns("What?", "4")  # nothing left out: the marks hold, and the empty reasoning is not in them
+    assert supervised(make(marked), encode_conversation(make(marked), without, 10_000)) == ["4<|im_end|>"]
+
+
 SPACED = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
     "{{ 'assistant: ' if add_generation_prompt }}"
