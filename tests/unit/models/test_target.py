@@ -80,14 +80,14 @@ def test_default_taps():
 @pytest.mark.parametrize("layers", [1, 4, 6])
 def test_too_few_layers_for_the_default_taps(layers):
     """Fault 12: duplicate layers for small targets."""
-    with pytest.raises(UserError, match=f"{layers} layers.*tap_layers"):
+    with pytest.raises(UserError, match=rf"{layers} layers.*tap_layers"):
         tiny_target(layers=layers)
     assert tiny_target(layers=layers, tap_layers=(0,)).tap_layers == (0,)
 
 
 @pytest.mark.parametrize("taps", [(), (2, 2, 5), (5, 4, 2), (-1, 2, 3), (2, 4, 8)])
 def test_taps_that_are_refused(taps):
-    with pytest.raises(UserError, match="tap_layers: got .* allowed"):
+    with pytest.raises(UserError, match=r"tap_layers: got .* allowed"):
         tiny_target(tap_layers=taps)
 
 
@@ -178,7 +178,7 @@ def test_a_bidirectional_model_is_refused():
 
 def test_a_text_longer_than_the_model_is_refused():
     target = tiny_target()
-    with pytest.raises(UserError, match="got 513 tokens.*allowed: up to 512"):
+    with pytest.raises(UserError, match=r"got 513 tokens.*allowed: up to 512"):
         target.new_cache(1, 513)
 
 
