@@ -8,6 +8,7 @@ Letters: k drafted tokens, K longest draft.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import statistics
@@ -107,7 +108,8 @@ class Speedup:
     machine: dict
 
     def to_dict(self) -> dict:
-        return asdict(self)
+        """For JSON, which has no NaN: None stands for a number that there is not."""
+        return {key: _without_nan(value) for key, value in asdict(self).items()}
 
 
 def measure_speedup(
@@ -351,6 +353,12 @@ def _divergences(
         step = target.forward(ids, target.new_cache(1, ids.shape[1]), want_taps=False, logits_for="last")
         found.append(Divergence(number, index, top2_margin(step.logits[0, -1])))
     return found
+
+
+def _without_nan(value):
+    if isinstance(value, list):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _round_rate(traces: list[DecodeTrace]) -> float:

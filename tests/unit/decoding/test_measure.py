@@ -79,6 +79,7 @@ def test_sampled_runs_have_no_match_rate_and_follow_the_seed():
         for seed in (0, 0, 1)
     ]
     assert math.isnan(runs[0].match_rate)
+    assert runs[0].to_dict()["match_rate"] is None
     assert runs[0].tokens == runs[1].tokens != runs[2].tokens
 
 
