@@ -247,18 +247,18 @@ class OthersCpu:
     """How much of the machine other processes use from now on."""
 
     def __init__(self) -> None:
-        self.process = psutil.Process()
-        psutil.cpu_percent()  # the next call counts from here
-        self.own, self.start = self._own_seconds(), time.perf_counter()
+        self.process, self.cores = psutil.Process(), os.cpu_count() or 1
+        self.start = self._now()
 
     def share(self) -> float:
         """Of all cores, since the beginning (0..1)."""
-        total = psutil.cpu_percent() / 100
-        own = (self._own_seconds() - self.own) / (time.perf_counter() - self.start) / (os.cpu_count() or 1)
-        return max(0.0, total - own)
+        seconds, idle, own = (now - then for now, then in zip(self._now(), self.start, strict=True))
+        return min(1.0, max(0.0, 1 - (idle + own) / (seconds * self.cores)))
 
-    def _own_seconds(self) -> float:
-        return sum(self.process.cpu_times()[:2])
+    def _now(self) -> tuple[float, float, float]:
+        """Seconds: of the clock, of all cores without work, of this process on all cores."""
+        times = psutil.cpu_times()._asdict()
+        return time.perf_counter(), times["idle"] + times.get("iowait", 0.0), sum(self.process.cpu_times()[:2])
 
 
 class _Shuffled:

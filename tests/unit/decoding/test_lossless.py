@@ -14,7 +14,8 @@ from specdraft.decoding.vocab_policies import FrequencyList
 from specdraft.models.drafter import Proposal
 from specdraft.models.heads import HeadConfig
 from specdraft.models.initialise import DrafterConfig, new_drafter
-from specdraft.testing import TINY_VOCAB, tiny_target
+from specdraft.models.target import TargetModel
+from specdraft.testing import TINY_VOCAB, tiny_model, tiny_target
 
 PROMPTS = [[5, 80, 33], list(range(40, 61)), [7]]
 KINDS = ["full", "trimmed", "lowrank"]
@@ -97,6 +98,30 @@ def test_the_target_drafting_for_itself_is_always_accepted(family):
         assert set(conditional_acceptance([output.trace])) <= {1.0}
         if len(output.tokens) == 26:
             assert tau([output.trace]) == 5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu(kind):
+    """Greedy identity in fp32, and one sampled output per seed, clocks read after the device."""
+    target = TargetModel.from_model(tiny_model().cuda(), tap_layers=(2, 4, 5))
+    drafter = make_drafter(target, kind).cuda()
+    for prompt in PROMPTS:
+        expected = autoregressive_generate(target, prompt, max_new_tokens=25).tokens
+        assert speculative_generate(target, drafter, prompt, max_new_tokens=25, synchronize=True).tokens == expected
+        sampled = [
+            speculative_generate(
+                target,
+                drafter,
+                prompt,
+                max_new_tokens=25,
+                temperature=1.0,
+                generator=torch.Generator().manual_seed(seed),
+            ).tokens
+            for seed in (1, 1, 2)
+        ]
+        assert sampled[0] == sampled[1] != sampled[2]
 
 
 def law_of_three(target, prompt, sampling):

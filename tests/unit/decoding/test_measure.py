@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 
 import pytest
 import torch
@@ -89,6 +90,24 @@ def test_a_busy_machine_is_named(monkeypatch):
     assert "40% of the machine" in measure_speedup(target, drafter_of(target), PROMPTS, max_new_tokens=4).warning
     monkeypatch.setattr(OthersCpu, "share", lambda self: 0.01)
     assert measure_speedup(target, drafter_of(target), PROMPTS, max_new_tokens=4).warning == ""
+
+
+@pytest.mark.parametrize(
+    ("idle", "own", "share"), [(12.0, 8.0, 0.0), (0.0, 10.0, 0.5), (16.0, 0.0, 0.2), (20.5, 0.0, 0.0)]
+)
+def test_others_use_what_is_neither_idle_nor_ours(monkeypatch, idle, own, share):
+    """Ten seconds of two cores."""
+    readings = iter([(100.0, 30.0, 7.0), (110.0, 30.0 + idle, 7.0 + own)])
+    monkeypatch.setattr(OthersCpu, "_now", lambda self: next(readings))
+    others = OthersCpu()
+    others.cores = 2
+    assert others.share() == pytest.approx(share)
+
+
+def test_the_clocks_of_the_machine_can_be_read():
+    others = OthersCpu()
+    time.sleep(0.1)
+    assert 0 <= others.share() <= 1
 
 
 def test_no_prompts_is_an_error():
