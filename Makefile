@@ -1,5 +1,6 @@
 # make train   answers -> training -> measured speedup, in half an hour on two cores; ends in one accelerate command
 # make test    lint, then the whole suite
+# make test-speculators   the unroll and the losses against speculators, live, in a venv of its own
 # make gpu     GPU tests, kernels against their references, and benchmarks on real shapes (needs a CUDA device)
 # Everything installs what it needs into .venv on first use.
 
@@ -7,7 +8,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: venv train test lint gpu bench clean
+.PHONY: venv train test lint test-speculators gpu clean
 
 venv: .venv/ready
 
@@ -32,6 +33,16 @@ lint: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
+test-speculators: .venv/ready .venv-speculators/ready
+	.venv-speculators/bin/python tests/parity/record_speculators.py --out build/parity.safetensors
+	SPECULATORS_RECORDING=build/parity.safetensors $(BIN)/python -m pytest tests/parity/test_speculators.py
+	.venv-speculators/bin/python tests/parity/record_speculators.py --out build/parity.safetensors --seed 1 --hidden 64 --vocab 256 --draft-vocab 100
+	SPECULATORS_RECORDING=build/parity.safetensors $(BIN)/python -m pytest tests/parity/test_speculators.py
+
+.venv-speculators/ready: tests/parity/make_venv.sh
+	tests/parity/make_venv.sh $(PYTHON) .venv-speculators
+	@touch $@
+
 gpu: .venv/ready
 	@$(BIN)/python -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' || { echo "error: make gpu: no CUDA device here"; exit 2; }
 	$(BIN)/python -m pytest -m gpu
@@ -39,4 +50,4 @@ gpu: .venv/ready
 	$(BIN)/python benchmarks/decode.py --json
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .venv-speculators build dist *.egg-info
