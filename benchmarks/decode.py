@@ -6,8 +6,8 @@ python benchmarks/decode.py --json       # and one line of JSON
 `loop_over_generate`: tokens/s of the target alone in our loop over those of transformers' `generate`, greedy, same
 prompts, in turn. Heads: untrained drafters (time does not depend on weights) in the decoder; `head_cold_ms` is one head
 product right after a forward pass of the target, `head_step_ms` the same inside a draft step, `draft_step_ms` the whole
-step. nu and kappa are those of papers.md (1.1): the head's time over the full head's, and the full head's over the rest
-of its round.
+step. nu and kappa are those of papers (1.1): the head's time over the full head's, and the full head's over the rest of
+its round; `break_even` is the share of the full head's tau that a head must keep to be worth it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from specdraft.config import run_program
 from specdraft.data.chat import render_prompt
 from specdraft.data.tasks import builtin_prompts, split_held_out
 from specdraft.data.vocab import VocabMap
+from specdraft.decoding.costs import break_even
 from specdraft.decoding.generate import autoregressive_generate
 from specdraft.decoding.length_policies import Fixed
 from specdraft.decoding.measure import BUSY, Contender, OthersCpu, measure_speedups
@@ -121,7 +122,7 @@ def heads(target: TargetModel, prompts: list[list[int]], config: DecodeConfig) -
     speedups = measure_speedups(target, contenders, prompts, max_new_tokens=config.max_new_tokens)
     cold = {name: cold_head_ms(target, drafter, prompts[0], config.repeats) for name, drafter in drafters.items()}
     full = speedups["full"]
-    rest = full.draft_ms + full.verify_ms + full.sample_ms - full.head_ms
+    kappa = full.head_ms / (full.draft_ms + full.verify_ms + full.sample_ms - full.head_ms)
     rows = {}
     for name, s in speedups.items():
         rows[name] = {
@@ -135,7 +136,8 @@ def heads(target: TargetModel, prompts: list[list[int]], config: DecodeConfig) -
                 "head_step_ms": s.head_ms / config.drafted,
                 "head_cold_ms": cold[name],
                 "nu": s.head_ms / full.head_ms,
-                "kappa": full.head_ms / rest,
+                "kappa": kappa,
+                "break_even": break_even(s.head_ms / full.head_ms, kappa),
             }
     return rows
 

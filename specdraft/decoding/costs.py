@@ -79,3 +79,17 @@ class CostTable:
                     "measure the costs again"
                 )
         return table
+
+
+def relative_throughput(rho_tau: float, nu: float, kappa: float) -> float:
+    """Tokens per second of a drafter with a cheaper head over those of the same one with a full head (papers (1.1)):
+    rho_tau (1 + kappa) / (1 + nu kappa).
+
+    rho_tau: ratio of their taus.   nu: ratio of their head times.   kappa: the full head's time over the rest of its
+    round."""
+    return rho_tau * (1 + kappa) / (1 + nu * kappa)
+
+
+def break_even(nu: float, kappa: float) -> float:
+    """The share of the full head's tau that a cheaper head must keep to be worth it: `relative_throughput` is 1 there."""
+    return (1 + nu * kappa) / (1 + kappa)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from specdraft.config import UserError
-from specdraft.decoding.costs import CostTable
+from specdraft.decoding.costs import CostTable, break_even, relative_throughput
 from specdraft.provenance import machine
 
 
@@ -69,3 +69,20 @@ def test_bad_files_are_refused(tmp_path, content):
         path.write_text(content)
     with pytest.raises(UserError, match=r"cost table .* cannot be read"):
         CostTable.load(path)
+
+
+@pytest.mark.parametrize(
+    ("head", "rho_tau", "nu", "rho_tps"),
+    [
+        ("full", 1, 1, 1),
+        ("64k rows", 1.00, 0.58, 1.09),
+        ("SpecVocab", 1.01, 0.46, 1.16),
+        ("H/8", 0.99, 0.21, 1.19),
+        ("H/16", 0.98, 0.14, 1.18),
+    ],
+)
+@pytest.mark.parametrize("kappa", [0.25, 0.27])
+def test_the_performance_model_reproduces_the_papers_table(head, rho_tau, nu, rho_tps, kappa):
+    """SlimSpec's table for Llama-3.1-8B at T = 0 (papers 1)."""
+    assert relative_throughput(rho_tau, nu, kappa) == pytest.approx(rho_tps, abs=0.03)
+    assert relative_throughput(break_even(nu, kappa), nu, kappa) == pytest.approx(1)
