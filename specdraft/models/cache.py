@@ -1,4 +1,4 @@
-"""Preallocated keys and values of a target, for rows that may have different lengths.
+"""Keys and values of a target, for rows that may have different lengths.
 
 It knows nothing of the model: only slots. A forward pass appends n slots to every row; `crop` drops the tail, so that
 rejected tokens leave nothing behind.
@@ -9,19 +9,25 @@ Letters: B rows, G key/value heads, T slots, D head width, n new tokens.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+BLOCK = 64
 
 
 class KVCache:
-    """Keys and values [B, max_length, G, D] of every layer, allocated at the layer's first write.
+    """Keys and values [B, G, T, D] of every layer.
 
-    `lengths` counts the slots in use of each row, as Python integers: nothing here waits for a device. Slots past a row's
-    length hold rubbish (finite numbers), which the masks of `Append` hide.
+    One row: T = max_length from the start, and a pass reads the slots in use. Several rows: T grows by blocks of 64, and
+    a pass reads all T slots, since batched products are many times faster over memory without gaps.
+    `lengths` counts the slots in use of each row, as Python integers: nothing here waits for a device. Other slots hold
+    rubbish (finite numbers), which the masks of `Append` hide.
     """
 
     def __init__(self, batch_size: int, max_length: int, num_layers: int):
         self.batch_size = batch_size
         self.max_length = max_length
+        self.is_single = batch_size == 1
         self.lengths = [0] * batch_size
         self.keys: list[Tensor | None] = [None] * num_layers
         self.values: list[Tensor | None] = [None] * num_layers
@@ -34,49 +40,76 @@ class KVCache:
 
     @torch.inference_mode()
     def select(self, rows: list[int]) -> None:
-        """Keep only these rows, in this order: drops finished ones from a batch. Moves the slots in use."""
-        used = max((self.lengths[row] for row in rows), default=0)
+        """Keep only these rows, in this order: drops finished ones from a batch."""
         for store in (self.keys, self.values):
             for layer, old in enumerate(store):
-                if old is not None:
-                    store[layer] = old[: len(rows)]
-                    store[layer][:, :used] = old[rows, :used]
+                store[layer] = None if old is None else old[rows]
         self.lengths = [self.lengths[row] for row in rows]
         self.batch_size = len(rows)
 
+    def place(
+        self, n: int, device: torch.device, positions: Tensor | None = None, mask: Tensor | None = None
+    ) -> Append:
+        """Where the next n tokens of every row go."""
+        end = max(self.lengths) + n
+        assert end <= self.max_length, (end, self.max_length)
+        width = end
+        if not self.is_single:
+            allocated = 0 if self.keys[0] is None else self.keys[0].shape[2]
+            width = max(allocated, min(-(-end // BLOCK) * BLOCK, self.max_length))
+        return Append(self.lengths, n, width, device, positions, mask)
+
     def write(self, layer: int, keys: Tensor, values: Tensor, append: Append) -> tuple[Tensor, Tensor]:
-        """Store [B, n, G, D] at the slots of `append`; returns views of all slots in use, [B, append.end, G, D]."""
-        if self.keys[layer] is None:
-            self.keys[layer] = keys.new_zeros(self.batch_size, self.max_length, *keys.shape[2:])
-            self.values[layer] = values.new_zeros(self.batch_size, self.max_length, *values.shape[2:])
-        all_keys, all_values = self.keys[layer], self.values[layer]
-        all_keys[append.where] = keys
-        all_values[append.where] = values
-        return all_keys[:, : append.end], all_values[:, : append.end]
+        """Store [B, n, G, D] at the slots of `append`; returns the slots to attend to, [B, G, append.width, D]."""
+        found = []
+        for store, new in ((self.keys, keys), (self.values, values)):
+            old = store[layer]
+            if old is None or old.shape[2] < append.width:
+                size = self.max_length if self.is_single else append.width
+                store[layer] = new.new_zeros(self.batch_size, new.shape[2], size, new.shape[3])
+                if old is not None:
+                    store[layer][:, :, : old.shape[2]] = old
+            if append.slots is None:
+                store[layer][:, :, append.start : append.end] = new.transpose(1, 2)
+            else:
+                store[layer][append.rows, :, append.slots] = new
+            found.append(store[layer][:, :, : append.width])
+        return found[0], found[1]
 
 
 class Append:
     """Where n new tokens of every row go, and what each may attend to. Made once a forward pass, shared by its layers.
 
-    start: first new slot of the shortest row; end: one past the last slot in use by any row.
-    slots: [B,n] where the rows have different lengths, else None: then they are start..end.
-    where: index of the new slots in a cache [B, T, ..].
+    start: first new slot of the shortest row; end: one past the last slot in use by any row; width: number of slots that
+    attention reads, at least end.
+    rows [B,1], slots [B,n]: index of the new slots where the rows have different lengths, else None: they are start..end.
     positions: rotary positions [B or 1, n] where they are not start..end, else None.
-    mask: boolean, broadcastable to [B,1,n,end]; None where nothing is hidden, or a plain causal mask (`is_causal`) does.
+    mask: boolean, broadcastable to [B,1,n,width]; None where nothing is hidden, or where the new tokens are the first
+    ones and attend to each other causally (`is_causal`).
     """
 
-    def __init__(self, lengths: list[int], n: int, device: torch.device, positions: Tensor | None, mask: Tensor | None):
-        self.start, self.end = min(lengths), max(lengths) + n
+    def __init__(
+        self,
+        lengths: list[int],
+        n: int,
+        width: int,
+        device: torch.device,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ):
+        self.start, self.end, self.width = min(lengths), max(lengths) + n, width
         self.device = device
-        self.slots = None
-        self.where = (slice(None), slice(self.start, self.end))
+        self.rows = self.slots = None
         if self.start + n != self.end:
             self.slots = torch.tensor(lengths, device=device)[:, None] + torch.arange(n, device=device)
-            self.where = (torch.arange(len(lengths), device=device)[:, None], self.slots)
+            self.rows = torch.arange(len(lengths), device=device)[:, None]
         self.positions = self.slots if positions is None else positions
-        self.is_causal = mask is None and self.slots is None and self.start == 0 and n > 1
-        self.mask = mask
-        if mask is None and not self.is_causal and (n > 1 or self.slots is not None):
+        self.is_causal = mask is None and self.end == n
+        if mask is not None:
+            self.mask = F.pad(mask, (0, width - self.end))
+        elif self.is_causal or (n == 1 and self.slots is None and width == self.end):
+            self.mask = None
+        else:
             self.mask = self.causal_mask()
 
     def new_slots(self) -> Tensor:
@@ -84,13 +117,13 @@ class Append:
         return torch.arange(self.start, self.end, device=self.device)[None] if self.slots is None else self.slots
 
     def causal_mask(self) -> Tensor:
-        """True where a new token may attend: its own slot and those before, [B or 1, 1, n, end]."""
-        return self.new_slots()[:, None, :, None] >= torch.arange(self.end, device=self.device)
+        """True where a new token may attend: its own slot and those before, [B or 1, 1, n, width]."""
+        return self.new_slots()[:, None, :, None] >= torch.arange(self.width, device=self.device)
 
     def distance(self) -> Tensor:
-        """How many positions each slot lies before each new token, [B or 1, 1, n, end]; negative for those after it."""
+        """How many positions each slot lies before each new token, [B or 1, 1, n, width]; negative for those after."""
         slots = self.new_slots()
-        of_new, of_slots = slots, torch.arange(self.end, device=self.device)[None]
+        of_new, of_slots = slots, torch.arange(self.width, device=self.device)[None]
         if self.positions is not None:  # a committed token's position is its slot; a drafted one's need not be
             of_new = self.positions
             of_slots = of_slots.repeat(len(of_new), 1).scatter(1, slots.expand(len(of_new), -1), of_new)

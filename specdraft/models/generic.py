@@ -57,7 +57,7 @@ class GenericModel:
         return inputs[:-1], inputs[-1]
 
     def _masks(self, append: Append) -> Tensor | dict[str, Tensor]:
-        """Masks to add, [B or 1, 1, n, end]; by kind of layer where the model tells its layers apart."""
+        """Masks to add, [B or 1, 1, n, width]; by kind of layer where the model tells its layers apart."""
         visible = append.causal_mask() if append.mask is None else append.mask
         window = getattr(self.config, "sliding_window", None)
         near = visible if window is None else visible & (append.distance() < window)
@@ -88,16 +88,14 @@ class CacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args, **_kwargs) -> tuple[Tensor, Tensor]:
-        """[B,G,n,D] -> all slots in use, [B,G,T,D]. Transformers 5 passes further arguments, which differ by version."""
-        keys, values = key_states.transpose(1, 2), value_states.transpose(1, 2)
-        keys, values = self.owner.write(self.index, keys, values, self.owner.append)
-        return keys.transpose(1, 2), values.transpose(1, 2)
+        """[B,G,n,D] -> the slots to attend to, [B,G,width,D]. The further arguments differ between versions."""
+        return self.owner.write(self.index, key_states.transpose(1, 2), value_states.transpose(1, 2), self.owner.append)
 
     def get_seq_length(self) -> int:
         return self.owner.append.start
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.owner.append.end, 0
+        return self.owner.append.width, 0
 
     def get_max_length(self) -> int:
         return self.owner.max_length

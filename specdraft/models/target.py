@@ -125,7 +125,7 @@ class TargetModel:
         Attention is causal, so padding on the right changes nothing before it; what stands at and after a row's length
         means nothing."""
         assert lengths.shape == input_ids.shape[:1], (lengths.shape, input_ids.shape)
-        append = Append([0] * input_ids.shape[0], input_ids.shape[1], input_ids.device, None, None)
+        append = Append([0] * len(input_ids), input_ids.shape[1], input_ids.shape[1], input_ids.device)
         taps, last = self._layers.forward(input_ids, None, append, self.tap_layers)
         return Features(torch.cat(taps, dim=-1), last)
 
@@ -173,8 +173,7 @@ class TargetModel:
         """
         assert input_ids.shape[0] == cache.batch_size, (input_ids.shape, cache.batch_size)
         n = input_ids.shape[1]
-        append = Append(cache.lengths, n, input_ids.device, positions, mask)
-        assert append.end <= cache.max_length, (append.end, cache.max_length)
+        append = cache.place(n, input_ids.device, positions, mask)
         taps, last = self._layers.forward(input_ids, cache, append, self.tap_layers if want_taps else ())
         grown = [n] * cache.batch_size if counts is None else counts
         cache.lengths = [length + count for length, count in zip(cache.lengths, grown, strict=True)]
@@ -194,9 +193,8 @@ class TargetModel:
         try:
             with torch.inference_mode():
                 own = self.model(input_ids=ids).logits[..., : self.vocab_size].float()
-                _, last = GenericModel(self.model).forward(
-                    ids, None, Append([0], ids.shape[1], ids.device, None, None), ()
-                )
+                append = Append([0], CHECKED_TOKENS, CHECKED_TOKENS, self.device)
+                _, last = GenericModel(self.model).forward(ids, None, append, ())
                 cache = self.new_cache(1, CHECKED_TOKENS)
                 steps = [self.forward(part, cache, want_taps=False).logits for part in ids.split((3, 1, 4), dim=1)]
                 found = {"teacher logits": self.teacher_logits(last), "cached forward pass": torch.cat(steps, dim=1)}

@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
 
+from specdraft.models import cache as cache_module
 from specdraft.models.cache import KVCache
 from specdraft.models.layers import FrozenLinear, FrozenRMSNorm
-from specdraft.models.lean import is_supported
+from specdraft.models.lean import attend, attend_causally, is_supported
 from specdraft.models.target import TargetModel
 from specdraft.testing import FAMILIES, TINY_VOCAB, tiny_model
 
@@ -31,7 +32,9 @@ class Case:
         return self.model(ids).logits
 
 
-@pytest.fixture(scope="module", params=PATHS, ids=[f"{family}-{'lean' if lean else 'generic'}" for family, lean in PATHS])
+@pytest.fixture(
+    scope="module", params=PATHS, ids=[f"{family}-{'lean' if lean else 'generic'}" for family, lean in PATHS]
+)
 def case(request):
     family, lean = request.param
     made = Case(tiny_model(family), lean)
@@ -43,7 +46,7 @@ def close(found, expected):
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("sizes", [(LENGTH,), (1,) * LENGTH, (20, 1, 2, 3, 4, 2), (1, 8, 23)], ids=str)
+@pytest.mark.parametrize("sizes", [(LENGTH,), (1,) * 10 + (22,), (20, 1, 2, 3, 4, 2)], ids=str)
 def test_pieces_of_any_size(case, sizes):
     cache = case.target.new_cache(3, LENGTH)
     steps = [case.target.forward(part, cache) for part in case.ids.split(sizes, dim=1)]
@@ -72,8 +75,11 @@ def test_rejected_tokens_leave_nothing(case):
         close(case.target.forward(case.ids[:, start:end], cache).logits, case.expected[:, start:end])
 
 
-def test_rows_of_different_lengths(case):
-    """Padded prefill, then single tokens and short chains at each row's own place; then finished rows drop out."""
+@pytest.mark.parametrize("block", [4, 64])
+def test_rows_of_different_lengths(case, block, monkeypatch):
+    """Padded prefill, then single tokens and short chains at each row's own place; then finished rows drop out. With
+    small blocks the cache grows on the way."""
+    monkeypatch.setattr(cache_module, "BLOCK", block)
     target, ids, lengths = case.target, case.ids, [11, 4, 9]
     cache = target.new_cache(3, LENGTH)
     step = target.forward(ids[:, :11], cache, counts=lengths, logits_for="last")
@@ -215,6 +221,39 @@ def test_cache_refuses_to_grow_by_cropping_or_past_its_end():
     with pytest.raises(AssertionError):
         target.forward(torch.ones(1, 2, dtype=torch.int64), cache)
     assert isinstance(cache, KVCache)
+
+
+def qkv(batch, n, length, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(n)
+    shapes = (batch, n, 6, 8), (batch, length, 2, 8), (batch, length, 2, 8)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def plain_attention(q, keys, values, visible):
+    """q [B,n,N,D]; keys, values [B,T,G,D]; visible, broadcastable to [B,1,n,T]: softmax, written out."""
+    keys, values = (x.transpose(1, 2).repeat_interleave(3, dim=1) for x in (keys, values))
+    scores = q.transpose(1, 2) @ keys.transpose(2, 3) / 8**0.5
+    return (scores.masked_fill(~visible, float("-inf")).softmax(-1) @ values).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("n", [2, 64, 65, 130])
+def test_causal_attention(batch, n):
+    q, keys, values = qkv(batch, n, n)
+    visible = torch.ones(n, n, dtype=torch.bool).tril()
+    torch.testing.assert_close(attend_causally(q, keys, values), plain_attention(q, keys, values, visible))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("n", [1, 4, 30])
+def test_attention_over_a_cache(batch, n):
+    q, keys, values = qkv(batch, n, 40)
+    visible = torch.rand(batch, 1, n, 40, generator=torch.Generator().manual_seed(0)) < 0.5
+    visible[..., 0] = True
+    mask = torch.zeros(visible.shape, dtype=q.dtype).masked_fill(~visible, float("-inf"))
+    mask = mask if n == 1 else mask.repeat(1, 1, 3, 1)
+    found = attend(q, keys.transpose(1, 2), values.transpose(1, 2), mask)
+    torch.testing.assert_close(found, plain_attention(q, keys, values, visible))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
