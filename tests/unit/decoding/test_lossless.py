@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from specdraft.data.chat import render_prompt
 from specdraft.data.vocab import VocabMap
 from specdraft.decoding.generate import autoregressive_generate, speculative_generate
 from specdraft.decoding.length_policies import Fixed
@@ -98,6 +99,18 @@ def test_the_target_drafting_for_itself_is_always_accepted(family):
         assert set(conditional_acceptance([output.trace])) <= {1.0}
         if len(output.tokens) == 26:
             assert tau([output.trace]) == 5
+
+
+@pytest.mark.real
+def test_the_default_target_drafting_for_itself():
+    """One short run of the real model: its own tokens, and nearly all drafts accepted (rounding may break a tie)."""
+    target = TargetModel.load("default", dtype=torch.float32)
+    prompt = render_prompt(target.tokenizer, [{"role": "user", "content": "Name three colours."}])
+    expected = autoregressive_generate(target, prompt, max_new_tokens=16)
+    output = speculative_generate(target, SelfDrafter(target), prompt, max_new_tokens=16, length_policy=Fixed(4))
+    assert output.tokens == expected.tokens
+    assert len(output.tokens) > 5
+    assert conditional_acceptance([output.trace])[0] > 0.9
 
 
 @pytest.mark.gpu
