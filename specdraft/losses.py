@@ -126,9 +126,9 @@ def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
     return torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
 
 
-def hits(best_p: Tensor, log_q: Tensor, target_ids: Tensor | None) -> Tensor:
+def hits(best_p: Tensor, logits: Tensor, target_ids: Tensor | None) -> Tensor:
     """Whether the drafter's argmax is the target's argmax over all of V; outside S = a miss. best_p [N] target ids -> [N] bool"""
-    best_q = log_q.argmax(-1)
+    best_q = logits.argmax(-1)
     return best_p == (best_q if target_ids is None else target_ids[best_q])
 
 
@@ -210,12 +210,13 @@ def plain_draft_loss(
     rows = valid.nonzero(as_tuple=True)
     log_p, log_mass, best_p = teacher_law(teacher, config.temperature, math_dtype(projected))
     at = teacher.index[rows]
+    log_p = log_p[at]
     logits = product(projected[rows], weight).to(log_p.dtype)
     log_q = (logits / config.temperature).log_softmax(-1)
-    values = row_losses(log_p[at], log_q, log_mass[at], labels[rows], config)
+    values = row_losses(log_p, log_q, log_mass[at], labels[rows], config)
     with torch.no_grad():
-        alpha = scatter(acceptance(log_p[at], log_q), valid)
-        hit = scatter(hits(best_p[at], log_q, teacher.target_ids), valid)
+        alpha = scatter(acceptance(log_p, log_q), valid)
+        hit = scatter(hits(best_p[at], logits, teacher.target_ids), valid)
         position = POSITION_WEIGHTS[config.position_weights](alpha, hit, valid, config) * valid
         coefficient = (row_weight * position)[rows].to(values.dtype)
     return LossOutput((values * coefficient).sum(), scatter(values.detach(), valid), alpha, hit, position)
@@ -224,7 +225,8 @@ def plain_draft_loss(
 @torch.no_grad()
 def teacher_law(teacher: TeacherRows, temperature: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """log p at the S draft columns [J, S], log of its mass on S [J], and the argmax of p over V [J], for every row of `last`."""
-    logits = teacher.last.to(teacher.head_weight.dtype) @ teacher.head_weight.T
+    with torch.autocast(teacher.last.device.type, enabled=False):
+        logits = teacher.last.to(teacher.head_weight.dtype) @ teacher.head_weight.T
     logits = cap_logits(logits.to(dtype), teacher.logit_scale, teacher.soft_cap)
     log_p = (logits / temperature).log_softmax(-1)
     best = logits.argmax(-1)
