@@ -33,6 +33,7 @@ from specdraft.models.initialise import DrafterConfig, eagle3_config, new_drafte
 from specdraft.models.target import TargetModel
 from specdraft.provenance import hash_json, require_disk
 from specdraft.training.loop import TrainConfig, Trainer, TrainResult
+from specdraft.training.processes import make_accelerator
 
 WHITENING_TOKENS = 8192
 STATE_BYTES_PER_STATE = 2  # bf16
@@ -76,8 +77,7 @@ def run(config: RunConfig) -> None:
     """Train a drafter and measure it. Raises UserError for anything wrong in `config` or in what it names."""
     started = time.perf_counter()
     folder = config.output / config.name
-    log_with = None if config.train.tracker == "none" else config.train.tracker
-    accelerator = Accelerator(mixed_precision=config.train.mixed_precision, log_with=log_with, project_dir=folder)
+    accelerator = make_accelerator(config.train.mixed_precision, config.train.processes, config.train.tracker, folder)
     set_seed(config.train.seed)
     dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
     target = TargetModel.load(config.target, dtype=dtype, device=str(accelerator.device))

@@ -28,6 +28,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from specdraft.config import UserError, config_to_dict
@@ -194,13 +195,16 @@ class Trainer:
         self.world, self.rank = accelerator.num_processes, accelerator.process_index
         self.plan = Plan([len(example.input_ids) for example in self.train], config, self.world)
         self.counts = supervised_counts([example.loss_mask for example in self.train], config.objective.steps)
-        self.identity = {**identity, **_identity(config, self.train, self.world)}
+        data = {"training data": _hash(self.train), "held-out data": _hash(self.held_out)}
+        self.identity = {**identity, **data, "processes": str(self.world), **_settings(config)}
         head = list(drafter.lm_head.parameters())
         body = [parameter for name, parameter in drafter.named_parameters() if not name.startswith("lm_head.")]
         self.state_bytes = 12 * sum(parameter.numel() for parameter in head + body)  # weights and two moments, fp32
         _configure_deepspeed(accelerator, config)
         objective = Objective(drafter, target, config.objective)
         self.model, *self.optimizers = accelerator.prepare(objective, *build_optimizers(body, head, config.optim))
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.broadcast_buffers = False  # constants: rotary tables and vocabulary ids
         self.step, self.tokens, self.epochs = 0, 0, 0.0
         self.evaluated_at = self.saved_at = -1  # steps
         self.best: dict[str, Any] | None = None
@@ -215,7 +219,7 @@ class Trainer:
             UserError: an output folder with another run in it; a loss that is not finite; a full disk.
         """
         set_seed(self.config.seed, device_specific=True)
-        self.clock = Clock()
+        self.clock, self.pace = Clock(), None
         self._resume()
         self._start_logs()
         bar = tqdm(total=100, bar_format=BAR, disable=not self.accelerator.is_main_process, desc="training")
@@ -234,6 +238,7 @@ class Trainer:
         if self.step == 0 and config.eval_every:
             self._evaluate()
         self._agree(interrupt)
+        bar.initial = bar.n = 100 * self._progress()
         for epochs, batches in self.plan.steps(self.step):
             stopped_by = self._finished()
             if stopped_by:
@@ -253,6 +258,8 @@ class Trainer:
             if stop_signal:
                 self.accelerator.print(f"stopped by signal {stop_signal} after step {self.step}; run again to go on")
                 raise SystemExit(128 + stop_signal)
+        if self.window_start[0] != self.step:
+            self._log(bar)
         bar.update(100 - bar.n)
         if self.evaluated_at != self.step:
             self._evaluate()
@@ -328,7 +335,8 @@ class Trainer:
         waits for the device, so there it happens at the steps that log."""
         mine = (float(interrupt.signal), self.clock.elapsed(), self.clock.step_seconds(), self.clock.evaluation_seconds)
         if self.world > 1:
-            if self.accelerator.device.type != "cpu" and not self._due(self.config.log_every):
+            waits = self.accelerator.device.type != "cpu"
+            if waits and self.pace is not None and not self._due(self.config.log_every):
                 return 0
             mine = self.accelerator.reduce(torch.tensor(mine, device=self.accelerator.device), "max").tolist()
         self.pace = Pace(*mine[1:])
@@ -427,12 +435,14 @@ def _supervised(examples: Sequence[Example], steps: int, what: str) -> list[Exam
     return kept
 
 
-def _identity(config: TrainConfig, examples: Sequence[Example], processes: int) -> dict[str, str]:
-    """What a resumed run must share with the interrupted one, by name."""
-    data = {str(i): torch.stack([example.input_ids, example.loss_mask.long()]) for i, example in enumerate(examples)}
-    fixed = {key: value for key, value in _flatten(config_to_dict(config)).items() if key not in FREE}
-    settings = {f"train.{key}": str(value) for key, value in fixed.items()}
-    return {"training data": hash_tensors(data), "processes": str(processes), **settings}
+def _hash(examples: Sequence[Example]) -> str:
+    return hash_tensors({str(i): torch.stack([e.input_ids, e.loss_mask.long()]) for i, e in enumerate(examples)})
+
+
+def _settings(config: TrainConfig) -> dict[str, str]:
+    """The settings that a resumed run must share with the interrupted one, by name."""
+    flat = _flatten(config_to_dict(config))
+    return {f"train.{key}": str(value) for key, value in flat.items() if key not in FREE}
 
 
 def _configure_deepspeed(accelerator: Accelerator, config: TrainConfig) -> None:

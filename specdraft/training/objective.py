@@ -62,7 +62,7 @@ class Objective(nn.Module):
         """
         head = self.drafter.lm_head
         hidden = self.drafter.unroll(taps, input_ids, rows.index, self.config.steps)
-        projected = head.project(hidden.flatten(1, 2)[:, rows.slot])
+        projected = head.project(hidden.flatten(1, 2).index_select(1, rows.slot))
         labels = input_ids.flatten()[rows.label_at]
         labels = rows.shifted(labels if self.draft_index is None else self.draft_index[labels])
         share = row_shares(rows, denominator, self.config.mean)

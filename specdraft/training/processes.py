@@ -36,7 +36,7 @@ def make_accelerator(mixed_precision: str, processes: int | None, tracker: str, 
     deepspeed = _flag("ACCELERATE_USE_DEEPSPEED")
     if no_device and _flag("ACCELERATE_USE_FSDP"):
         raise UserError(FSDP_ON_CPU)
-    handlers = [DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)]
+    handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     if no_device and deepspeed:
         handlers.append(InitProcessGroupKwargs(backend="gloo"))
     accelerator = Accelerator(

@@ -39,12 +39,13 @@ def small_run() -> TrainConfig:
 
 @dataclass
 class Config:
-    """kill, kill_at: send this process that signal in the middle of that step (0 = never)."""
+    """kill, kill_at: send this process that signal in the middle of that step (0 = never), if it is process kill_rank."""
 
     output: Path = Path("run")
     cache_bytes: int = 0
     kill: str = "SIGTERM"
     kill_at: int = 0
+    kill_rank: int = 0
     train: TrainConfig = field(default_factory=small_run)
 
 
@@ -74,7 +75,8 @@ def make_trainer(config: Config, accelerator: Accelerator) -> Trainer:
     forward = trainer.model.forward
 
     def forward_or_die(*args):
-        if config.kill_at and trainer.model.training and trainer.step == config.kill_at - 1:
+        mine = trainer.rank == config.kill_rank
+        if config.kill_at and mine and trainer.model.training and trainer.step == config.kill_at - 1:
             os.kill(os.getpid(), signal.Signals[config.kill])
         return forward(*args)
 

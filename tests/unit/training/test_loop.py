@@ -204,6 +204,30 @@ def test_best_weights_are_chosen_and_loaded(accelerator, tmp_path, monkeypatch):
         assert torch.equal(tensor, weights[f"drafter.{name}"]), name
 
 
+@pytest.mark.parametrize(("mixed_precision", "optimizer"), [("no", "muon"), ("bf16", "adamw")])
+def test_it_learns(tmp_path, mixed_precision, optimizer):
+    """Fault 32's other half: a drafter that trains on what it is evaluated on drafts better and better, in fp32 and in bf16."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    train = replace(
+        small_run(),
+        max_steps=40,
+        epochs=None,
+        tokens_per_batch=512,
+        mixed_precision=mixed_precision,
+        log_every=10,
+        optim=OptimConfig(name=optimizer, lr=1e-2),
+    )
+
+    def same_examples(trainer):
+        trainer.held_out = trainer.train
+
+    accelerator = make_accelerator(mixed_precision, None, "none", tmp_path)
+    run(accelerator, tmp_path, train, cache_bytes=1 << 24, change=same_examples)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    alphas = [record["eval_alpha"] for record in logged(tmp_path) if "eval_alpha" in record]
+    assert all(last > first + 0.05 for first, last in zip(alphas[0], alphas[-1], strict=True))
+
+
 def test_steps_and_schedule(accelerator, tmp_path):
     """Fault 26: max_steps stops; the logged rate is the schedule's at the middle of each step, across a resume too."""
     train = replace(small_run(), optim=OptimConfig(lr=1e-3, warmup=0.3, floor=0.1))
@@ -218,7 +242,7 @@ def test_steps_and_schedule(accelerator, tmp_path):
 def test_finished_run_is_left_alone(accelerator, tmp_path):
     _, first = run(accelerator, tmp_path)
     before = (tmp_path / FINAL / "complete.json").stat().st_mtime_ns
-    trainer, again = run(accelerator, tmp_path)
+    _, again = run(accelerator, tmp_path)
     assert (tmp_path / FINAL / "complete.json").stat().st_mtime_ns == before
     assert again.best == first.best
     assert len(logged(tmp_path)) == 10 + 4
