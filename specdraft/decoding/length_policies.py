@@ -50,12 +50,11 @@ class Fixed:
 
 
 class ExpectedSpeedup:
-    """The length of the largest expected speedup (papers (0.1)), by exact search over the measured costs in every
-    round.
+    """The length of the largest expected speedup (papers (0.1)), by exact search over the measured costs each round.
 
-    The acceptance at each position starts at `acceptance` (alpha_1.., conditional, as measured on other prompts),
-    weighs as much as `prior_rounds` rounds, and moves with the rounds of the request; older rounds count `decay` times
-    less.
+    The acceptance at each position starts at `acceptance` (alpha_1.., conditional, as measured on other prompts), weighs
+    as much as `prior_rounds` rounds, and moves with the rounds of the request. Every round makes older ones count `decay`
+    times as much, so that a position that is no longer tried goes back to where it started, and is tried again.
     """
 
     reads_samples = False
@@ -78,9 +77,9 @@ class ExpectedSpeedup:
         return self.costs.best_length([(prior * alpha + hits) / (prior + tries) for alpha, hits, tries in estimates])
 
     def observe(self, drafted: int, accepted: int) -> None:
-        for i in range(min(drafted, accepted + 1)):
-            self.tried[i] = self.decay * self.tried[i] + 1
-            self.accepted[i] = self.decay * self.accepted[i] + (accepted > i)
+        for i in range(len(self.acceptance)):
+            self.tried[i] = self.decay * self.tried[i] + (i < min(drafted, accepted + 1))
+            self.accepted[i] = self.decay * self.accepted[i] + (i < accepted)
 
 
 LENGTH_POLICIES = {"fixed": Fixed, "expected_speedup": ExpectedSpeedup}

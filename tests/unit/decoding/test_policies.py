@@ -51,8 +51,20 @@ def test_expected_speedup_learns_only_of_positions_that_were_tried():
     assert policy.tried == [1, 1, 0]
     assert policy.accepted == [1, 0, 0]
     policy.observe(drafted=1, accepted=1)
-    assert policy.tried == [1.95, 1, 0]
+    assert policy.tried == [1.95, 0.95, 0]
     assert policy.accepted == [1.95, 0, 0]
+
+
+def test_expected_speedup_tries_again_after_giving_up():
+    policy = ExpectedSpeedup(COSTS, [0.6, 0.5, 0.4], prior_rounds=4)
+    for _ in range(60):
+        policy.observe(3, 0)
+    assert policy.length() == 0
+    rounds = 0
+    while policy.length() == 0:
+        policy.observe(0, 0)
+        rounds += 1
+    assert rounds < 100
 
 
 def test_expected_speedup_needs_costs_for_every_position():
