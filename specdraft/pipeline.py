@@ -18,7 +18,7 @@ from accelerate.utils import set_seed
 
 from specdraft import summary
 from specdraft.config import UserError, config_to_dict
-from specdraft.data.chat import AnswerRow, answers_to_examples, check_masks
+from specdraft.data.chat import AnswerRow, Example, answers_to_examples, check_masks
 from specdraft.data.source import Online, run_target
 from specdraft.data.tasks import Prompt, builtin_prompts, read_prompts, split_held_out
 from specdraft.data.vocab import VocabMap, count_tokens, required_ids
@@ -35,8 +35,7 @@ from specdraft.provenance import hash_json, require_disk
 from specdraft.training.loop import TrainConfig, Trainer, TrainResult
 from specdraft.training.processes import make_accelerator
 
-WHITENING_TOKENS = 8192
-STATE_BYTES_PER_STATE = 2  # bf16
+WHITENING_TOKENS = 16384
 
 
 @dataclass
@@ -159,7 +158,7 @@ def answer(
     return read_parts(target, folder, prompts) if missing else known
 
 
-def choose_vocabulary(target: TargetModel, train: list, head: HeadConfig) -> VocabMap | None:
+def choose_vocabulary(target: TargetModel, train: list[Example], head: HeadConfig) -> VocabMap | None:
     """A trimmed head's map: the given one, or the most frequent `vocab_size` tokens of the training answers."""
     if head.kind != "trimmed":
         return None
@@ -169,17 +168,19 @@ def choose_vocabulary(target: TargetModel, train: list, head: HeadConfig) -> Voc
     return VocabMap.from_counts(counts, head.vocab_size, required_ids(target.tokenizer, target.eos_token_ids))
 
 
-@torch.inference_mode()
-def head_features(target: TargetModel, train: list) -> torch.Tensor:
-    """Final-normed target states [N, H] of the supervised tokens of the first examples: what a whitened head is fitted on."""
-    states, count = [], 0
+def head_features(target: TargetModel, train: list[Example]) -> torch.Tensor:
+    """Last states of the target [N, H] at the supervised tokens of the first examples: what a whitened head is fitted on."""
+    found, count = [], 0
     for example in train:
-        state = run_target(target, [example])[0]
-        states.append(target.norm(state.last)[example.loss_mask.to(target.device)])
-        count += len(states[-1])
+        if (
+            states := run_target(target, [example])[0]
+        ) is None:  # not finite; training counts and reports such examples
+            continue
+        found.append(states.last[example.loss_mask.to(target.device)])
+        count += len(found[-1])
         if count >= WHITENING_TOKENS:
             break
-    return torch.cat(states).float()
+    return torch.cat(found)
 
 
 def measure(

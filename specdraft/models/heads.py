@@ -102,12 +102,14 @@ class LowRankHead(Head):
         return F.linear(hidden, self.down)
 
     @torch.no_grad()
-    def init_from(self, target_rows: Tensor, covariance: Tensor | None = None) -> None:
-        """The best rank-R stand-in for the target's head W [V, H].
+    def init_from(self, target_rows: Tensor, covariance: Tensor | None = None, frequency: Tensor | None = None) -> None:
+        """The best rank-R stand-in for the target's head W [V, H]: the least expected error sum_v f_v (z_v - z'_v)^2 of the logits.
 
-        With features of second moment C = E[h h^T] [H, H], the R-truncated SVD of W C^1/2 has the least expected squared
-        error of the logits; its right factor V_R gives W_down = V_R^T C^-1/2 and W_up = W C^1/2 V_R, so that the projected
-        features have unit variance. C = None means the identity: the plain SVD of W. (papers 1, initialisation c and b.)
+        With features of second moment C = E[h h^T] [H, H] and D = diag(f), that is the R-truncated SVD of D^1/2 W C^1/2; its right
+        factor V_R gives W_down = V_R^T C^-1/2 and W_up = W C^1/2 V_R, so that the projected features have unit variance. Near the
+        target's law KL is 1/2 Var_p(z - z'), so f = how often the target says each token [V] is the weight to choose; and since a
+        constant added to all logits changes nothing, W is centred by its f-weighted mean row first. Without C and f this is the
+        plain SVD of W. (papers 1, initialisations b and c; the weight is ours: docs/log.md.)
         """
         rows = target_rows.double()
         if covariance is None:
@@ -117,7 +119,12 @@ class LowRankHead(Head):
             values = values.clamp_min(values.max() * 1e-8)
             root = (vectors * values.sqrt()) @ vectors.T
             inverse_root = (vectors * values.rsqrt()) @ vectors.T
-        gram = root @ (rows.T @ rows) @ root
+        weighted = rows
+        if frequency is not None:
+            share = (frequency.double() / frequency.double().sum())[:, None]
+            rows = rows - (share * rows).sum(0)
+            weighted = share * rows
+        gram = root @ (rows.T @ weighted) @ root
         right = torch.linalg.eigh(gram).eigenvectors[:, -len(self.down) :].flip(-1)
         self.down.copy_(right.T @ inverse_root)
         self.weight.copy_(rows @ (root @ right))

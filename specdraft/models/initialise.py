@@ -42,8 +42,8 @@ def new_drafter(
     vocab_map: VocabMap | None = None,
     features: Tensor | None = None,
 ) -> Eagle3Drafter:
-    """A drafter with its first weights, fp32, on the target's device. features [N, H]: final-normed target states, for a
-    `whitened_svd` head. Random weights come from torch's default generator: seed it before."""
+    """A drafter with its first weights, fp32, on the target's device. features [N, H]: last states of the target (inputs of its
+    final norm), for a `whitened_svd` head. Random weights come from torch's default generator: seed it before."""
     drafter = Eagle3Drafter(eagle3_config(target, config, head), vocab_map)
     _random_body(drafter)
     if config.body_init == "target":
@@ -89,10 +89,19 @@ def init_head(drafter: Eagle3Drafter, target: TargetModel, init: str, features: 
         head.init_from(rows)
     elif init == "whitened_svd":
         assert features is not None, "whitened_svd needs features"
-        states = features.double()
-        head.init_from(rows, states.T @ states / len(states))
+        normed = target.norm(features).double()
+        head.init_from(rows, normed.T @ normed / len(normed), token_frequency(target, features))
     else:
         head.init_from(rows)
+
+
+@torch.inference_mode()
+def token_frequency(target: TargetModel, features: Tensor) -> Tensor:
+    """How often the target says each token: its law averaged over last states [N, H]; no token is at exactly 0. [V]"""
+    total = torch.full((target.vocab_size,), 1e-9 * len(features), device=features.device)
+    for chunk in features.split(256):
+        total += target.teacher_logits(chunk).float().softmax(-1).sum(0)
+    return total / len(features)
 
 
 def _random_body(drafter: Eagle3Drafter) -> None:

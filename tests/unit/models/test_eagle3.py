@@ -6,7 +6,7 @@ import torch
 from specdraft.data.vocab import VocabMap
 from specdraft.decoding.sampling import greedy
 from specdraft.models.checkpoint import load_drafter, save_drafter
-from specdraft.models.heads import HeadConfig
+from specdraft.models.heads import HeadConfig, LowRankHead
 from specdraft.models.initialise import DrafterConfig, new_drafter
 from specdraft.testing import TINY_VOCAB, tiny_target
 
@@ -145,16 +145,38 @@ def test_checkpoint_round_trip(target, tmp_path, head):
     ]
 
 
-def test_first_weights_come_from_the_target(target):
-    """The whitened factors are the best of their rank on the features; the body is the target's last layer."""
+def test_the_low_rank_head_starts_at_the_best_factors(target):
+    """Against the truncated SVD of the logits themselves; with frequencies, of the weighted and centred logits."""
     torch.manual_seed(0)
     features = torch.randn(2000, target.hidden_size) @ torch.diag(torch.logspace(0, -2, target.hidden_size))
-    errors = {}
-    for init in ("random", "svd", "whitened_svd"):
-        head = new_drafter(target, DrafterConfig(), HeadConfig("lowrank", rank=8, init=init), None, features).lm_head
-        wanted = features @ target.head_weight.T
-        errors[init] = float(((head.logits(features) - wanted) ** 2).mean().detach() / (wanted**2).mean())
-    assert errors["whitened_svd"] < errors["svd"] < errors["random"]
-    u, s, v = torch.linalg.svd(wanted, full_matrices=False)
-    best = float((s[8:] ** 2).sum() / (s**2).sum())
-    assert errors["whitened_svd"] == pytest.approx(best, rel=1e-3)
+    covariance = features.T @ features / len(features)
+    frequency = torch.rand(TINY_VOCAB) ** 4 + 1e-3
+    rows = target.head_weight
+    wanted = features @ rows.T
+    share = frequency / frequency.sum()
+    centred = wanted - (wanted * share).sum(-1, keepdim=True)
+
+    def error(frequency_, covariance_):
+        head = LowRankHead(target.hidden_size, TINY_VOCAB, 8)
+        head.init_from(rows, covariance_, frequency_)
+        made = head.logits(features).detach()
+        made = made - (made * share).sum(-1, keepdim=True)
+        return float(((made - centred) ** 2 * share).sum() / (centred**2 * share).sum())
+
+    singular = torch.linalg.svdvals(centred * share.sqrt())
+    best = float((singular[8:] ** 2).sum() / (singular**2).sum())
+    assert error(frequency, covariance) == pytest.approx(best, rel=1e-2)
+    assert error(frequency, covariance) < error(None, covariance) < error(None, None)
+
+
+def test_first_weights_come_from_the_target(target):
+    """The body is the target's last layer; a full head is its head, a trimmed one its rows in the map's order."""
+    drafter = make_drafter(target)
+    last = target.model.get_decoder().layers[-1]
+    assert torch.equal(drafter.midlayer.mlp["down_proj"].weight, last.mlp.down_proj.weight)
+    assert torch.equal(
+        drafter.midlayer.self_attn["q_proj"].weight[:, target.hidden_size :], last.self_attn.q_proj.weight
+    )
+    assert torch.equal(drafter.lm_head.weight, target.head_weight)
+    trimmed = make_drafter(target, head=HEADS[2]).lm_head
+    assert torch.equal(trimmed.weight, target.head_weight[trimmed.ids])
