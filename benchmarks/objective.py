@@ -67,8 +67,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto")
     parser.add_argument("--budget-mib", type=int, default=ChunkConfig().budget_mib)
     parser.add_argument("--plain", action="store_true", help="time the plain loss too")
-    parser.add_argument("--plain-rows", type=int, help="rows of its micro-batches; default: what fits into half of the free memory")
-    parser.add_argument("--teacher-k-times", action="store_true", help="time a fused loss that makes teacher logits for each step")
+    parser.add_argument(
+        "--plain-rows", type=int, help="rows of its micro-batches; default: what fits into half of the free memory"
+    )
+    parser.add_argument(
+        "--teacher-k-times", action="store_true", help="time a fused loss that makes teacher logits for each step"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", action="store_true")
@@ -127,7 +131,9 @@ class Problem:
 
         self.step(loss)
 
-    def backward(self, function: Callable, part: tuple[slice, slice], last: Tensor, offset: int, *rest: ChunkConfig) -> None:
+    def backward(
+        self, function: Callable, part: tuple[slice, slice], last: Tensor, offset: int, *rest: ChunkConfig
+    ) -> None:
         teacher = self.teacher
         index = (teacher.index[part] - offset).clamp(0, len(last) - 1)
         side = TeacherRows(last, teacher.head_weight, index, teacher.target_ids)
@@ -140,7 +146,9 @@ class Problem:
         free = torch.cuda.mem_get_info()[0] if self.args.device != "cpu" else psutil.virtual_memory().available
         self.plain_rows = min(self.args.rows, rows or max(1, int(free / 2 / a_row)))
         whole = a_row * self.args.rows / 1e9
-        print(f"plain: all rows at once would need about {whole:.0f} GB, {free / 1e9:.0f} GB are free: {self.plain_rows} rows at a time")
+        print(
+            f"plain: all rows at once would need about {whole:.0f} GB, {free / 1e9:.0f} GB are free: {self.plain_rows} rows at a time"
+        )
 
 
 def take_turns(variants: dict[str, Callable[[], None]], repeats: int, device: str) -> dict[str, list[float]]:
@@ -175,7 +183,10 @@ def summarise(seconds: dict[str, list[float]], problem: Problem) -> dict[str, ob
         "runs": {name: [round(value, 3) for value in values] for name, values in seconds.items()},
     }
     if "plain" in medians:
-        report |= {"plain_over_fused": round(medians["plain"] / medians["fused"], 2), "plain_micro_rows": problem.plain_rows}
+        report |= {
+            "plain_over_fused": round(medians["plain"] / medians["fused"], 2),
+            "plain_micro_rows": problem.plain_rows,
+        }
     if "fused, teacher K times" in medians:
         report["teacher_k_times_over_once"] = round(medians["fused, teacher K times"] / medians["fused"], 2)
     return report

@@ -26,6 +26,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -87,7 +88,9 @@ def fused_draft_loss(
     Gradients flow through `loss` to `projected` [K, M, D] and `weight` [S, D], once. Without a supervised row the loss is 0
     and so are its gradients, so a process without rows takes part in the backward pass like any other (fault 28).
     """
-    run = functools.partial(_run, teacher=teacher, valid=valid, labels=labels, config=config, chunk=chunk or ChunkConfig())
+    run = functools.partial(
+        _run, teacher=teacher, valid=valid, labels=labels, config=config, chunk=chunk or ChunkConfig()
+    )
     alpha, hit = torch.zeros_like(valid, dtype=torch.float32), torch.zeros_like(valid)
     if config.position_weights in TWO_PASSES:
         first = run(projected, weight, alpha, (False, False))
@@ -195,7 +198,9 @@ def _plan(teacher: TeacherRows, rows: Tensor, pairs: _Pairs, chunk: ChunkConfig,
     if rows.device.type != "cpu":
         return _Plan(c, n, c, n, compiled, strict)
     target_call, drafter_call = min(c, _call_rows(vocab, compiled)), min(n, _call_rows(draft, compiled))
-    enough = -(-4 * width // drafter_call) * drafter_call  # pairs whose product is worth one addition to the head's gradient
+    enough = (
+        -(-4 * width // drafter_call) * drafter_call
+    )  # pairs whose product is worth one addition to the head's gradient
     n = min(enough, n // drafter_call * drafter_call)
     return _Plan(c // target_call * target_call, n, target_call, drafter_call, compiled, strict)
 
@@ -250,7 +255,9 @@ class _TargetSide:
         self.p = weight.new_empty(plan.chunk, draft, dtype=spec.math)
         self.log_p = torch.empty_like(self.p) if spec.needs_log_p else None
         self.columns = torch.arange(len(weight), dtype=spec.math, device=weight.device)[None]
-        self.kernel = _kernel(_target_kernel, spec, plan.compiled, plan.strict)
+        self.kernel = _kernel(
+            _target_kernel, spec._replace(want_states=False, want_rows=False), plan.compiled, plan.strict
+        )
         self.sums = weight.new_empty(plan.chunk, len(_TargetSums._fields), dtype=spec.math)
         self.entropy, self.cut_entropy, self.best = (weight.new_empty(used, dtype=spec.math) for _ in range(3))
 
@@ -278,15 +285,24 @@ class _DrafterSide:
     """The blocks of pairs: products, sums for the row losses, gradients."""
 
     def __init__(
-        self, projected: Tensor, rows: Tensor, pairs: _Pairs, coefficient: Tensor, labels: Tensor, plan: _Plan, spec: _Spec
+        self,
+        projected: Tensor,
+        rows: Tensor,
+        pairs: _Pairs,
+        coefficient: Tensor,
+        labels: Tensor,
+        plan: _Plan,
+        spec: _Spec,
     ):
         draft, width = rows.shape
         self.rows, self.pairs, self.plan, self.spec = rows, pairs, plan, spec
         self.states = projected.reshape(-1, width)
         self.logits = rows.new_empty(plan.block, draft)
-        self.gradient = torch.empty_like(self.logits) if spec.want_states or spec.want_rows else None
         self.columns = torch.arange(draft, dtype=spec.math, device=rows.device)[None]
-        self.kernel = _kernel(_drafter_kernel, spec, plan.compiled, plan.strict)
+        wanted = spec.want_states or spec.want_rows
+        self.gradient = torch.empty_like(self.logits) if wanted else None
+        same = spec._replace(want_states=wanted, want_rows=wanted)
+        self.kernel = _kernel(_drafter_kernel, same, plan.compiled, plan.strict)
         self.grad_states = torch.zeros_like(self.states) if spec.want_states else None
         self.grad_rows = rows.new_zeros(draft, width, dtype=spec.math) if spec.want_rows else None
         pad = (0, plan.drafter_call)  # the last call of a block reads and writes beyond the block's pairs
@@ -319,8 +335,12 @@ class _DrafterSide:
         """Row losses, alpha and hit from the sums; everything back in the order of the pairs' places."""
         place, used = self.pairs.place, self.pairs.used
         total, alpha, best, *terms = self.sums[: len(place)].unbind(1)
-        facts = _RowFacts(total.log(), alpha, target.entropy[used], target.cut_entropy[used], self.label[: len(place)], self.spec)
-        row_loss = sum(w * CLOSED_FORMS[name].value(x, facts) for (name, w), x in zip(self.spec.terms, terms, strict=True))
+        facts = _RowFacts(
+            total.log(), alpha, target.entropy[used], target.cut_entropy[used], self.label[: len(place)], self.spec
+        )
+        row_loss = sum(
+            w * CLOSED_FORMS[name].value(x, facts) for (name, w), x in zip(self.spec.terms, terms, strict=True)
+        )
         best, target_ids = best.to(torch.int64), target.teacher.target_ids
         hit = (best if target_ids is None else target_ids[best]) == target.best[used].to(torch.int64)
         outputs = [torch.zeros(shape, dtype=x.dtype, device=x.device) for x in (row_loss, alpha, hit)]
@@ -394,20 +414,28 @@ class _Compiled:
     """A compiled function; the eager one if the first call fails (a broken compiler, say), unless `strict`."""
 
     def __init__(self, eager: Callable, strict: bool):
-        self.eager, self.strict, self.worked = eager, strict, False
+        self.eager, self.strict, self.called = eager, strict, False
         self.function = torch.compile(eager, fullgraph=True, dynamic=False)
 
     def __call__(self, *args: Any) -> Any:
-        if self.worked or self.strict:
+        if self.called:
             return self.function(*args)
-        try:
-            result = self.function(*args)
-        except Exception as error:
-            logger.warning("the loss runs uncompiled, several times slower: %s", str(error).strip().split("\n")[0])
-            self.function = self.eager
-            result = self.eager(*args)
-        self.worked = True
+        with warnings.catch_warnings():  # the compiler itself imports parts of PyTorch that warn
+            warnings.simplefilter("ignore", DeprecationWarning)
+            result = self.first_call(*args)
+        self.called = True
         return result
+
+    def first_call(self, *args: Any) -> Any:
+        try:
+            return self.function(*args)
+        except Exception as error:
+            if self.strict:
+                raise
+            reason = str(error).strip().split("\n")[0]
+            logger.warning("the loss runs uncompiled, several times slower: %s", reason)
+            self.function = self.eager
+            return self.eager(*args)
 
 
 class _TargetSums(NamedTuple):
@@ -453,7 +481,13 @@ def _target_kernel(spec: _Spec) -> Callable:
 
 def _drafter_kernel(spec: _Spec) -> Callable:
     def kernel(
-        logits: Tensor, law: _Law, index: Tensor, label: Tensor, coefficient: Tensor, columns: Tensor, out: Tensor | None
+        logits: Tensor,
+        law: _Law,
+        index: Tensor,
+        label: Tensor,
+        coefficient: Tensor,
+        columns: Tensor,
+        out: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """logits [L, S]; index [L] rows of the law; label, coefficient [L]; columns [1, S] = 0..S-1.
 

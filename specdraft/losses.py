@@ -45,7 +45,13 @@ class LossConfig:
         unknown = [name for name in self.terms if name not in LOSSES]
         if unknown or not self.active_terms:
             raise UserError(f"loss.terms: got {unknown or 'no term with a weight'}, allowed: {', '.join(LOSSES)}")
-        limits = {"temperature": (1e-3, 1e3), "decay": (0, 1), "dpace_a": (0, 1), "teacher_top_k": (0, 1 << 24), "lk_decay": (0, 1e3)}
+        limits = {
+            "temperature": (1e-3, 1e3),
+            "decay": (0, 1),
+            "dpace_a": (0, 1),
+            "teacher_top_k": (0, 1 << 24),
+            "lk_decay": (0, 1e3),
+        }
         for name, (low, high) in limits.items():
             if not low <= vars(self)[name] <= high:
                 raise UserError(f"loss.{name}: got {vars(self)[name]}, allowed: {low} to {high}")
@@ -115,7 +121,9 @@ def lk_hybrid(log_p: Tensor, log_q: Tensor, log_mass: Tensor, label: Tensor, con
 
 def row_losses(log_p: Tensor, log_q: Tensor, log_mass: Tensor, label: Tensor, config: LossConfig) -> Tensor:
     """The weighted sum of the terms, [N]."""
-    return sum(weight * LOSSES[name](log_p, log_q, log_mass, label, config) for name, weight in config.active_terms.items())
+    return sum(
+        weight * LOSSES[name](log_p, log_q, log_mass, label, config) for name, weight in config.active_terms.items()
+    )
 
 
 # --- What is measured
