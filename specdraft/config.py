@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import re
 import sys
 import types
 import typing
@@ -31,19 +32,45 @@ def config_to_dict(config: Any) -> dict[str, Any]:
 
 
 def config_from_dict(cls: type[Config], values: dict[str, Any], where: str = "config") -> Config:
-    """Build `cls` from nested plain values; keys that are left out keep their defaults.
+    """Build `cls` from nested plain values; keys that are left out, at any depth, keep the defaults that `cls` gives them.
 
     Raises:
         UserError: an unknown key, or a value that does not fit the field's type.
     """
+    fields = _checked_fields(cls, values, where)
+    factories = {key: field.default_factory for key, field in fields.items() if key in values}
+    nested = {
+        key: _update(factory(), values[key], f"{where}.{key}")
+        for key, factory in factories.items()
+        if factory is not dataclasses.MISSING and dataclasses.is_dataclass(factory())
+    }
+    hints = typing.get_type_hints(cls)
+    plain = {key: _convert(hints[key], value, f"{where}.{key}") for key, value in values.items() if key not in nested}
+    return cls(**plain, **nested)
+
+
+def _update(config: Config, values: dict[str, Any], where: str) -> Config:
+    """`config` with some of its fields replaced."""
+    _checked_fields(type(config), values, where)
+    hints = typing.get_type_hints(type(config))
+    changed = {}
+    for key, value in values.items():
+        current = getattr(config, key)
+        is_nested = dataclasses.is_dataclass(current)
+        changed[key] = (
+            _update(current, value, f"{where}.{key}") if is_nested else _convert(hints[key], value, f"{where}.{key}")
+        )
+    return dataclasses.replace(config, **changed)
+
+
+def _checked_fields(cls: type, values: Any, where: str) -> dict[str, dataclasses.Field]:
     if not isinstance(values, dict):
         raise UserError(f"{where}: got {values!r}, expected a mapping with the keys {_names(cls)}")
-    hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for key in values:
         if key not in fields:
             raise UserError(f"{where}: unknown key {key!r}; allowed: {_names(cls)}")
-    return cls(**{key: _convert(hints[key], value, f"{where}.{key}") for key, value in values.items()})
+    return fields
 
 
 def parse_config(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
@@ -78,7 +105,7 @@ def _complete_switches(cls: type, argv: list[str]) -> list[str]:
     """`--json` alone means `--json True`, for every boolean field."""
     switches = {f"--{name}" for name in _boolean_fields(cls)}
     completed = []
-    for word, after in zip(argv, [*argv[1:], "--"], strict=True):
+    for word, after in zip(argv, [*argv, "--"][1:], strict=True):
         completed.append(word)
         if word.replace("-", "_").replace("__", "--", 1) in switches and after.startswith("--"):
             completed.append("True")
@@ -158,6 +185,8 @@ def _names(cls: type) -> str:
 
 
 def _one_line(boxed: str) -> str:
-    """tyro frames its messages; keep the words."""
+    """tyro frames its messages and adds a hint; keep the words."""
     words = "".join(c if c not in "╭╮╰╯│─├┤" else " " for c in boxed).split()
-    return " ".join(word for word in words if word)
+    text = " ".join(word for word in words if word.strip("-"))
+    text = text.split(" For full helptext")[0]
+    return re.sub(r"^Value error Error parsing \w+: ", "", text)

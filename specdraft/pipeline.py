@@ -33,6 +33,7 @@ from specdraft.models.initialise import DrafterConfig, eagle3_config, new_drafte
 from specdraft.models.target import TargetModel
 from specdraft.provenance import hash_json, require_disk
 from specdraft.training.loop import TrainConfig, Trainer, TrainResult
+from specdraft.training.objective import ObjectiveConfig
 from specdraft.training.processes import make_accelerator
 
 WHITENING_TOKENS = 16384
@@ -52,6 +53,14 @@ class MeasureConfig:
     cost_prompts: int = 8
 
 
+def half_an_hour() -> TrainConfig:
+    """What fits into half an hour on two CPU cores, answers and measuring included (docs/log.md)."""
+    objective = ObjectiveConfig(steps=3)
+    return TrainConfig(
+        epochs=6, max_minutes=14, tokens_per_batch=2048, eval_every=150, save_every=150, objective=objective
+    )
+
+
 @dataclass
 class RunConfig:
     """name: of the run; everything goes to output/name.   target: `default` (SmolLM2-135M-Instruct), a folder, a GGUF file or
@@ -62,13 +71,13 @@ class RunConfig:
     output: Path = Path("runs")
     target: str = "default"
     prompts: str = "builtin"
-    max_prompts: int | None = None
+    max_prompts: int | None = 1300
     max_length: int = 1024
     cache_gb: float = 4.0
-    answers: AnswerConfig = field(default_factory=AnswerConfig)
+    answers: AnswerConfig = field(default_factory=lambda: AnswerConfig(max_new_tokens=160))
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
+    train: TrainConfig = field(default_factory=half_an_hour)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
 
 

@@ -40,7 +40,11 @@ def hash_json(value: Any) -> str:
 def hash_file(path: Path) -> str:
     """Hash of a file's bytes, read in blocks."""
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16] if hasattr(hashlib, "file_digest") else hash_bytes(file.read())
+        return (
+            hashlib.file_digest(file, "sha256").hexdigest()[:16]
+            if hasattr(hashlib, "file_digest")
+            else hash_bytes(file.read())
+        )
 
 
 def hash_tensors(tensors: dict[str, torch.Tensor]) -> str:
@@ -99,7 +103,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
             shutil.rmtree(path)
         os.replace(temporary, path)
     except OSError as error:
-        raise UserError(f"writing {path}: {error.strerror or error}; free some space or choose another folder") from error
+        raise UserError(
+            f"writing {path}: {error.strerror or error}; free some space or choose another folder"
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True) if temporary.is_dir() else temporary.unlink(missing_ok=True)
 
@@ -115,7 +121,9 @@ def require_disk(path: Path, needed_bytes: int, what: str) -> None:
     folder = next(parent for parent in [Path(path).absolute(), *Path(path).absolute().parents] if parent.exists())
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
-        raise UserError(f"{what}: needs {needed_bytes / 1e9:.1f} GB in {path}, {free / 1e9:.1f} GB are free; free some space or choose another folder")
+        raise UserError(
+            f"{what}: needs {needed_bytes / 1e9:.1f} GB in {path}, {free / 1e9:.1f} GB are free; free some space or choose another folder"
+        )
 
 
 def _version(name: str) -> str | None:
