@@ -61,20 +61,23 @@ class KVCache:
 
     def write(self, layer: int, keys: Tensor, values: Tensor, append: Append) -> tuple[Tensor, Tensor]:
         """Store [B, n, G, D] at the slots of `append`; returns the slots to attend to, [B, G, append.width, D]."""
-        found = []
-        for store, new in ((self.keys, keys), (self.values, values)):
-            old = store[layer]
-            if old is None or old.shape[2] < append.width:
-                size = self.max_length if self.is_single else append.width
-                store[layer] = new.new_zeros(self.batch_size, new.shape[2], size, new.shape[3])
-                if old is not None:
-                    store[layer][:, :, : old.shape[2]] = old
-            if append.slots is None:
-                store[layer][:, :, append.start : append.end] = new.transpose(1, 2)
-            else:
-                store[layer][append.rows, :, append.slots] = new
-            found.append(store[layer][:, :, : append.width])
-        return found[0], found[1]
+        if self.keys[layer] is None or self.keys[layer].shape[2] < append.width:
+            self.keys[layer] = self._allocate(self.keys[layer], keys, append.width)
+            self.values[layer] = self._allocate(self.values[layer], values, append.width)
+        all_keys, all_values = self.keys[layer], self.values[layer]
+        if append.slots is None:
+            all_keys[:, :, append.start : append.end] = keys.transpose(1, 2)
+            all_values[:, :, append.start : append.end] = values.transpose(1, 2)
+        else:
+            all_keys[append.rows, :, append.slots] = keys
+            all_values[append.rows, :, append.slots] = values
+        return all_keys[:, :, : append.width], all_values[:, :, : append.width]
+
+    def _allocate(self, old: Tensor | None, like: Tensor, width: int) -> Tensor:
+        new = like.new_zeros(len(like), like.shape[2], self.max_length if self.is_single else width, like.shape[3])
+        if old is not None:
+            new[:, :, : old.shape[2]] = old
+        return new
 
 
 class Append:

@@ -46,7 +46,7 @@ class FrozenRMSNorm:
         if (
             self.is_doubled
         ):  # nine small kernels on a CPU, where layer_norm is one: (x, -x) has mean 0 and variance mean(x^2)
-            doubled = F.layer_norm(torch.cat((x, -x), dim=-1), self.weight.shape, self.weight, None, self.eps)
+            doubled = torch.layer_norm(torch.cat((x, -x), dim=-1), self.weight.shape, self.weight, None, self.eps)
             return doubled[..., : x.shape[-1]]
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 

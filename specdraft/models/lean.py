@@ -111,7 +111,7 @@ class LeanModel:
     def _project(self, layer: Layer, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         """[B,n,H] -> queries [B,n,N,D], keys and values [B,n,G,D]; queries and keys are rotated."""
         heads, turned = self.num_heads, self.num_heads + self.num_kv
-        qkv = layer.qkv(layer.input_norm(hidden)).unflatten(-1, (-1, self.head_dim))
+        qkv = layer.qkv(layer.input_norm(hidden)).view(*hidden.shape[:2], -1, self.head_dim)
         qk = qkv[:, :, :turned]
         if layer.q_norm is not None:
             qk = torch.cat((layer.q_norm(qk[:, :, :heads]), layer.k_norm(qk[:, :, heads:])), dim=2)
