@@ -92,7 +92,8 @@ def describe(target: TargetModel, found: dict[str, Any]) -> str:
 
 def table(found: dict[str, Any]) -> str:
     """The measured figures as a Markdown table, and where they were measured."""
-    acceptance = " / ".join(f"{alpha:.2f}" for alpha in found["conditional_acceptance"])
+    acceptance = " / ".join("-" if alpha is None else f"{alpha:.2f}" for alpha in found["conditional_acceptance"])
+    equal = "not compared at T > 0" if found["match_rate"] is None else f"{100 * found['match_rate']:.0f} %"
     simulated = " / ".join(f"{hit:.2f}" for hit in found["held_out"]["hit"])
     machine = found["provenance"]["machine"]
     versions = ", ".join(f"{key} {value}" for key, value in found["provenance"]["versions"].items() if value)
@@ -110,7 +111,7 @@ def table(found: dict[str, Any]) -> str:
             " / ".join(f"{found[key]:.1f}" for key in ("draft_ms", "head_ms", "verify_ms", "sample_ms")),
         ),
         ("target alone, ms a token", f"{found['target_ms']:.1f}"),
-        ("outputs equal to the target's own", f"{100 * found['match_rate']:.0f} %"),
+        ("outputs equal to the target's own", equal),
         ("answers, tokens", f"{found['answer_tokens']:,}"),
         (
             "training",
@@ -147,6 +148,6 @@ def model_card(config: dict[str, Any], target: TargetModel, found: dict[str, Any
         "from specdraft.decoding.generate import speculative_generate\n\n"
         f'target = TargetModel.load("{target.name}")\ndrafter = load_drafter("<this folder>", target)\n'
         "output = speculative_generate(target, drafter, input_ids, max_new_tokens=128)\n```\n\n"
-        f"Trained on the target's own answers to {config['prompts']} prompts; the target's weights (hash {target.hash}) are not included.\n\n"
+        f"Trained on the target's own answers to {config['prompts']} prompts. The target's weights (hash {target.hash}) are not in it.\n\n"
         f"## Configuration\n\n```json\n{settings}\n```\n"
     )

@@ -59,8 +59,9 @@ def test_slimspec_from_prompts_to_summary(workdir):
     assert "one" in (folder / "summary.md").read_text()
     assert (folder / "summary.md").read_text().strip() in done.stdout
     with safe_open(folder / "drafter" / "model.safetensors", "pt") as weights:
-        assert {"lm_head.down", "lm_head.weight", "fc.weight"} <= set(weights.keys())
-        assert not any("embed" in name for name in weights.keys())
+        names = set(weights.keys())
+    assert {"lm_head.down", "lm_head.weight", "fc.weight"} <= names
+    assert not any("embed" in name for name in names)
     assert "# EAGLE-3 drafter" in (folder / "drafter" / "README.md").read_text()
     again = run("recipes/train_slimspec.py", *TINY, "--name=two", cwd=workdir)
     assert again.returncode == 0, again.stderr
@@ -71,7 +72,9 @@ def test_slimspec_from_prompts_to_summary(workdir):
 
 @pytest.mark.parametrize("kind", ["full", "trimmed"])
 def test_eagle3_shares_the_pipeline(workdir, kind):
-    done = run("recipes/train_eagle3.py", *TINY, f"--name={kind}", f"--head.kind={kind}", "--head.vocab-size=290", cwd=workdir)
+    done = run(
+        "recipes/train_eagle3.py", *TINY, f"--name={kind}", f"--head.kind={kind}", "--head.vocab-size=290", cwd=workdir
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads((workdir / "runs" / kind / "summary.json").read_text())
     assert found["head"]["rows"] == {"full": 320, "trimmed": 290}[kind]

@@ -22,8 +22,19 @@ def test_the_installed_wheel_runs_the_programs(tmp_path):
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
     packages = next((venv / "lib").glob("python*")) / "site-packages"
-    (packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()))  # torch and the rest, without this project
-    pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", str(wheel)]
+    (packages / "dependencies.pth").write_text(
+        "\n".join(site.getsitepackages())
+    )  # torch and the rest, without this project
+    pip = [
+        str(venv / "bin" / "python"),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--force-reinstall",
+        str(wheel),
+    ]
     subprocess.run(pip, check=True, capture_output=True)
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     where = subprocess.run(
@@ -31,11 +42,21 @@ def test_the_installed_wheel_runs_the_programs(tmp_path):
         capture_output=True, text=True, cwd=tmp_path, env=env,
     )  # fmt: skip
     assert where.stdout.count(str(venv)) == 2, where
-    listing = subprocess.run([str(venv / "bin" / "specdraft"), "--help"], capture_output=True, text=True, cwd=tmp_path, env=env)
+    listing = subprocess.run(
+        [str(venv / "bin" / "specdraft"), "--help"], capture_output=True, text=True, cwd=tmp_path, env=env
+    )
     assert "train-slimspec" in listing.stdout, listing.stderr
-    usage = subprocess.run([str(venv / "bin" / "specdraft"), "train-slimspec", "--help"], capture_output=True, text=True, cwd=tmp_path, env=env)
+    usage = subprocess.run(
+        [str(venv / "bin" / "specdraft"), "train-slimspec", "--help"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=env,
+    )
     assert usage.returncode == 0, usage.stderr
     assert "--head.rank" in usage.stdout
-    unknown = subprocess.run([str(venv / "bin" / "specdraft"), "nothing"], capture_output=True, text=True, cwd=tmp_path, env=env)
+    unknown = subprocess.run(
+        [str(venv / "bin" / "specdraft"), "nothing"], capture_output=True, text=True, cwd=tmp_path, env=env
+    )
     assert unknown.returncode == 2
     assert unknown.stderr.startswith("error: specdraft nothing: no such program")
