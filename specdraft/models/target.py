@@ -9,9 +9,11 @@ A taps, L layers.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -47,6 +49,19 @@ class Step:
     logits: Tensor | None
     taps: Tensor | None
     last: Tensor
+
+
+def in_own_dtype(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs a method of `TargetModel` as it would run outside of a training loop's autocast."""
+
+    @functools.wraps(method)
+    def call(self: TargetModel, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_autocast_enabled(self.device.type):
+            return method(self, *args, **kwargs)
+        with torch.autocast(self.device.type, enabled=False):
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class TargetModel:
@@ -118,6 +133,7 @@ class TargetModel:
         """Wrap a Hugging Face model that is in memory already."""
         return cls(model, tokenizer, model.config.name_or_path or type(model).__name__, tap_layers, lean)
 
+    @in_own_dtype
     @torch.no_grad()
     def features(self, input_ids: Tensor, lengths: Tensor) -> Features:
         """Taps and last states of right-padded rows; no logits are made. input_ids [B,T], lengths [B].
@@ -129,10 +145,13 @@ class TargetModel:
         taps, last = self._layers.forward(input_ids, None, append, self.tap_layers)
         return Features(torch.cat(taps, dim=-1), last)
 
+    @in_own_dtype
+    @torch.no_grad()
     def norm(self, last: Tensor) -> Tensor:
         """The final norm, [..,H] -> [..,H]."""
         return self._layers.norm(last)
 
+    @in_own_dtype
     @torch.no_grad()
     def teacher_logits(self, last: Tensor) -> Tensor:
         """The target's own logits [..,V], in its dtype, from the input of the final norm [..,H]."""
@@ -152,6 +171,7 @@ class TargetModel:
             )
         return self._layers.new_cache(batch_size, max_length)
 
+    @in_own_dtype
     @torch.inference_mode()
     def forward(
         self,

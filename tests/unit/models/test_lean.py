@@ -196,6 +196,23 @@ def test_what_lean_does_not_know_takes_the_generic_path(config):
     )
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_the_same_on_a_gpu(family):
+    here = Case(tiny_model(family), lean=True)
+    there = TargetModel.from_model(tiny_model(family).to("cuda"))
+    ids, lengths = here.ids.to("cuda"), [20, 11, 15]
+    cache = there.new_cache(3, LENGTH)
+    there.forward(ids[:, :20], cache, counts=lengths)
+    part = torch.stack([ids[b, length : length + 3] for b, length in enumerate(lengths)])
+    wanted = torch.stack([here.expected[b, length : length + 3] for b, length in enumerate(lengths)])
+    torch.testing.assert_close(there.forward(part, cache).logits.cpu(), wanted, atol=1e-3, rtol=0)
+    taps = there.features(ids, torch.tensor([LENGTH] * 3, device="cuda")).taps.cpu()
+    wanted = here.target.features(here.ids, torch.tensor([LENGTH] * 3)).taps
+    torch.testing.assert_close(taps, wanted, atol=1e-3, rtol=1e-3)
+
+
 def test_fused_weights_are_not_held_twice():
     model = tiny_model()
     before = model.model.layers[0].self_attn.k_proj.weight.detach().clone()

@@ -182,6 +182,22 @@ def test_a_text_longer_than_the_model_is_refused():
         target.new_cache(1, 513)
 
 
+@pytest.mark.parametrize("lean", [True, False])
+def test_autocast_of_a_training_loop_does_not_reach_the_target(lean):
+    target = tiny_target(lean=lean)
+    ids = random_ids(1, 16)
+
+    def run():
+        features = target.features(ids, torch.tensor([16]))
+        step = target.forward(ids, target.new_cache(1, 16))
+        return features.taps, target.norm(features.last), target.teacher_logits(features.last), step.logits
+
+    expected = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run()
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_bf16(family):
     """The same within bf16's rounding, through the cache; and the dtype is kept."""
