@@ -94,6 +94,38 @@ def test_softmax_and_loss_are_in_fp32():
     torch.testing.assert_close(out.alpha[rows].double(), torch.minimum(p, q).sum(-1), rtol=1e-5, atol=1e-6)
 
 
+def test_the_heads_gradient_is_summed_in_fp32():
+    """Fault 24: four hundred equal contributions in bf16 would stop growing at some 256 times the first."""
+    rows = 400
+    _, weight, teacher, *_ = problem("full", torch.bfloat16)
+    states = torch.randn(1, 1, H).bfloat16().expand(1, rows, H)
+    teacher = replace(teacher, index=torch.zeros(1, rows, dtype=torch.int64))
+    valid, labels = torch.ones(1, rows, dtype=torch.bool), torch.zeros(1, rows, dtype=torch.int64)
+    shares = torch.ones(1, rows)
+
+    def slope(chunk: ChunkConfig, count: int) -> Tensor:
+        cut = replace(teacher, index=teacher.index[:, :count])
+        arguments = (states[:, :count], weight, cut, valid[:, :count], shares[:, :count], labels[:, :count])
+        return torch.autograd.grad(fused_draft_loss(*arguments, LossConfig(), chunk).loss, weight)[0].float()
+
+    one_by_one = slope(ChunkConfig(max_rows=1, compile="off"), rows)
+    torch.testing.assert_close(one_by_one, rows * slope(EAGER, 1), rtol=0.01, atol=0)
+
+
+def test_a_drafter_that_agrees_hits_unless_the_argmax_is_outside_its_vocabulary():
+    """Fault 29, with draft ids in no order."""
+    _, _, teacher, valid, share, labels = problem("trimmed")
+    teacher = replace(teacher, logit_scale=1.0, soft_cap=None)
+    projected = teacher.last[teacher.index].requires_grad_()
+    weight = teacher.head_weight[teacher.target_ids].requires_grad_()
+    out = fused_draft_loss(projected, weight, teacher, valid, share, labels, LossConfig(), EAGER)
+    best = (teacher.last @ teacher.head_weight.T).argmax(-1)
+    inside = torch.isin(best, teacher.target_ids)[teacher.index]
+    assert torch.equal(out.hit, inside & valid)
+    assert out.hit.any()
+    assert not out.hit[valid].all()
+
+
 @pytest.mark.parametrize("max_rows", [1, 2, 5, 10, 11, 12, 1000])
 def test_chunks_of_any_size(max_rows):
     assert_equal(problem("lowrank", torch.float64), LossConfig(), ChunkConfig(max_rows=max_rows, compile="off"))
