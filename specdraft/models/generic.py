@@ -100,6 +100,8 @@ class CacheLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.owner.max_length
 
+    get_max_cache_shape = get_max_length  # the older name
+
 
 @contextmanager
 def _inputs_of(modules: list[nn.Module]) -> Iterator[list[Tensor]]:
