@@ -14,6 +14,7 @@ from specdraft.testing import tiny_model, tiny_tokenizer
 ROOT = Path(__file__).parents[2]
 TOPICS = ["the sea", "a boat", "the wind", "two and three", "a short story", "an answer", "a question", "an assistant"]
 TINY = [
+    "--threads=1",
     "--prompts=prompts.jsonl",
     "--target=target",
     "--answers.max-new-tokens=24",
