@@ -62,7 +62,7 @@ def naive_unroll(drafter, taps, input_ids, row, steps):
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
 def test_unroll_is_the_papers_arithmetic(target, flags):
-    """Fault 22: positions advance with the unroll; nothing but the causal past and a row's own steps is seen."""
+    """Faults 22, 23: positions advance with the unroll; only the causal past and a row's own steps are seen; tokens are the true ones."""
     drafter = make_drafter(target, body_init="random", **flags)
     input_ids = torch.randint(3, TINY_VOCAB, (2, 14))
     taps = torch.randn(2, 14, 3 * target.hidden_size)
