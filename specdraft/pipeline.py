@@ -116,7 +116,7 @@ def run(config: RunConfig) -> None:
     trainer = Trainer(
         accelerator, drafter, target, states, train, held_out, config.train, folder / "training", identity
     )
-    accelerator.print(summary.training_estimate(target, train, config.train, config.cache_gb))
+    accelerator.print(summary.training_estimate(target, drafter, train, config.train, config.cache_gb))
     trained = trainer.run()
 
     if accelerator.is_main_process:

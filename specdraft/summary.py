@@ -6,10 +6,12 @@ It knows nothing of how the figures were made.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from specdraft.data.chat import AnswerRow, Example
@@ -21,15 +23,40 @@ from specdraft.provenance import atomic_path, provenance, write_json
 from specdraft.training.loop import TrainConfig, TrainResult
 
 
-def training_estimate(target: TargetModel, train: Sequence[Example], config: TrainConfig, cache_gb: float) -> str:
-    """One line: sequences, tokens, memory and disk. The time stands in the progress bar after the first steps."""
+def training_estimate(
+    target: TargetModel, drafter: Eagle3Drafter, train: Sequence[Example], config: TrainConfig, cache_gb: float
+) -> str:
+    """One line: sequences, tokens, and roughly what training takes in time, memory and disk.
+
+    The time is that of the matrix products, at the speed of one large product on this device, doubled for everything else.
+    """
     tokens = sum(len(example.input_ids) for example in train)
     supervised = sum(int(example.loss_mask.sum()) for example in train)
-    states = tokens * (len(target.tap_layers) + 1) * target.hidden_size * target.dtype.itemsize / 1e9
+    parameters = sum(parameter.numel() for parameter in drafter.parameters())
+    target_parameters = sum(parameter.numel() for parameter in target.model.parameters())
+    steps = config.objective.steps
+    epoch = 6 * parameters * steps * supervised + 2 * target.head_weight.numel() * supervised
+    states_gb = tokens * (len(target.tap_layers) + 1) * target.hidden_size * target.dtype.itemsize / 1e9
+    passes = (config.epochs or 1) if states_gb > cache_gb else 1
+    seconds = 2 * (epoch * (config.epochs or 1) + 2 * target_parameters * tokens * passes) / product_speed(target)
+    limits = f", at most {config.max_minutes:g} by train.max_minutes" if config.max_minutes else ""
+    state_gb = 12 * parameters / 1e9
     return (
-        f"training: {len(train):,} sequences, {tokens:,} tokens, {supervised:,} of them supervised; hidden states "
-        f"{states:.1f} GB, of which up to {cache_gb:.1f} GB are kept in memory"
+        f"training: {len(train):,} sequences, {tokens:,} tokens, {supervised:,} of them supervised; "
+        f"roughly {seconds / 60:.0f} minutes{limits}, "
+        f"{min(states_gb, cache_gb) + 2 * state_gb + 2:.1f} GB of memory, {(config.keep + 1) * state_gb:.1f} GB of disk"
     )
+
+
+def product_speed(target: TargetModel, size: int = 1024) -> float:
+    """Floating-point operations a second of a square matrix product in the target's dtype."""
+    matrix = torch.randn(size, size, dtype=target.dtype, device=target.device)
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        (matrix @ matrix)[0, 0].item()
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / min(seconds)
 
 
 def results(
