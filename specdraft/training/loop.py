@@ -446,11 +446,12 @@ def _settings(config: TrainConfig) -> dict[str, str]:
 
 
 def _configure_deepspeed(accelerator: Accelerator, config: TrainConfig) -> None:
-    """DeepSpeed clips and divides by itself, and wants a batch size; ours are counted in tokens, so it is told 1."""
+    """DeepSpeed clips, divides and autocasts by itself, and wants a batch size; ours are counted in tokens, so it is told 1."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         settings = accelerator.state.deepspeed_plugin.deepspeed_config
         settings |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
         settings["gradient_clipping"] = config.optim.clip
+        settings["torch_autocast"] = {"enabled": config.mixed_precision == "bf16", "dtype": "bfloat16"}
 
 
 def _flatten(values: Any, prefix: str = "") -> dict[str, Any]:

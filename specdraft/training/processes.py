@@ -41,7 +41,9 @@ def make_accelerator(mixed_precision: str, processes: int | None, tracker: str, 
         handlers.append(InitProcessGroupKwargs(backend="gloo"))
     accelerator = Accelerator(
         cpu=no_device and not deepspeed,
-        mixed_precision=mixed_precision,
+        mixed_precision="no"
+        if deepspeed
+        else mixed_precision,  # its bf16 mode has no fp32 weights: loop.py sets autocast
         log_with=None if tracker == "none" else tracker,
         project_dir=str(output),
         kwargs_handlers=handlers,

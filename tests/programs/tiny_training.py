@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 
 from specdraft.config import run_program
 from specdraft.data.chat import Example
@@ -85,9 +86,10 @@ def make_trainer(config: Config, accelerator: Accelerator) -> Trainer:
 
 
 def main(config: Config) -> None:
-    warnings.simplefilter("error")
     train = config.train
     accelerator = make_accelerator(train.mixed_precision, train.processes, train.tracker, config.output)
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:  # whose own warnings are many
+        warnings.simplefilter("error")
     make_trainer(config, accelerator).run()
     accelerator.end_training()
 
