@@ -59,7 +59,7 @@ def half_an_hour() -> TrainConfig:
     """What fits into half an hour on two CPU cores, answers and measuring included (docs/log.md)."""
     objective = ObjectiveConfig(steps=3)
     return TrainConfig(
-        epochs=6, max_minutes=14, tokens_per_batch=2048, eval_every=150, save_every=150, objective=objective
+        epochs=10, max_minutes=15, tokens_per_batch=2048, eval_every=150, save_every=150, objective=objective
     )
 
 
@@ -67,14 +67,14 @@ def half_an_hour() -> TrainConfig:
 class RunConfig:
     """name: of the run; everything goes to output/name.   target: `default` (SmolLM2-135M-Instruct), a folder, a GGUF file or
     a Hub id.   prompts: `builtin`, or a JSONL file.   max_prompts: the first n of them; None = all.   max_length: tokens of a
-    training sequence.   cache_gb: RAM for the target's hidden states, so that only the first epoch runs the target.   threads: of
+    training sequence.   cache_gb: memory, and disk, for the target's hidden states: what fits is made once, with the answers.   threads: of
     a process on a CPU; None = all physical cores, divided by the processes of this machine."""
 
     name: str = "slimspec"
     output: Path = Path("runs")
     target: str = "default"
     prompts: str = "builtin"
-    max_prompts: int | None = 1300
+    max_prompts: int | None = 900
     max_length: int = 1024
     cache_gb: float = 4.0
     threads: int | None = None
@@ -98,14 +98,14 @@ def run(config: RunConfig) -> None:
     check_drafter(config, target)
     train_prompts, held_out_prompts = choose_prompts(config)
 
-    rows = answer(accelerator, target, train_prompts + held_out_prompts, config)
+    states = Online(target, cache_bytes=int(config.cache_gb * 1e9))
+    rows = answer(accelerator, target, states, train_prompts + held_out_prompts, config)
     train, account = answers_to_examples([rows[prompt.id] for prompt in train_prompts], config.max_length)
     held_out, _ = answers_to_examples([rows[prompt.id] for prompt in held_out_prompts], config.max_length)
     check_masks(train, target.tokenizer)
     accelerator.print(f"training answers: {account}")
 
     vocab_map = choose_vocabulary(target, train, config.head)
-    states = Online(target, cache_bytes=int(config.cache_gb * 1e9))
     features = head_features(target, train) if config.head.kind == "lowrank" else None
     drafter = new_drafter(target, config.drafter, config.head, vocab_map, features)
     identity = {
@@ -161,20 +161,27 @@ def choose_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
 
 
 def answer(
-    accelerator: Accelerator, target: TargetModel, prompts: Sequence[Prompt], config: RunConfig
+    accelerator: Accelerator, target: TargetModel, states: Online, prompts: Sequence[Prompt], config: RunConfig
 ) -> dict[str, AnswerRow]:
-    """The target's answers by prompt id. Every process answers its share; what any earlier run answered is reused."""
+    """The target's answers by prompt id, and its states on the way. Every process answers its share; what any earlier run
+    answered is reused, and so are the states that this process kept."""
     key = hash_json(answers_key(target, config.answers))
     folder = config.output / "answers" / f"{Path(target.name).name}-{key}"
+    kept = folder / f"states-{accelerator.process_index:05}.safetensors"
     known = read_parts(target, folder, prompts)
     missing = [prompt for prompt in prompts if prompt.id not in known]
     accelerator.print(f"answers: {len(prompts)} prompts, {len(known)} answered already ({folder})")
+    if kept.exists():
+        states.load(kept)
     if missing:
         require_disk(folder, 20 * len(missing) * config.answers.max_new_tokens, "answers")
         accelerator.print(estimate_answers(target, missing, config.answers))
     mine = missing[accelerator.process_index :: accelerator.num_processes]
     if mine:
-        answer_prompts(target, mine, folder / f"part-{accelerator.process_index:05}.jsonl", config.answers)
+        keep = states.remember if states.cache_bytes else None
+        answer_prompts(target, mine, folder / f"part-{accelerator.process_index:05}.jsonl", config.answers, keep)
+        if keep is not None:
+            states.save(kept)
     accelerator.wait_for_everyone()
     return read_parts(target, folder, prompts) if missing else known
 

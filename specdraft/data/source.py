@@ -6,17 +6,21 @@ and the target is known only by its `features`. B batch, T tokens, H width, A nu
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from specdraft.config import UserError
 from specdraft.data.chat import Example
-from specdraft.provenance import hash_bytes
+from specdraft.provenance import atomic_path, hash_bytes, require_disk
 
 BUCKET_BATCHES = 32  # examples are sorted by length among so many batches' worth: little padding, yet random company
 
@@ -137,8 +141,37 @@ class Online:
         states = [fresh[key] if key in fresh else self._cache[key] for key in keys]
         return collate(examples, states, self.target)
 
+    def remember(self, example: Example, states: States) -> None:
+        """Use these states of `example`, made elsewhere, as far as they are finite and the cache has room."""
+        if states.is_finite():
+            self._remember(example_key(example), states)
+
+    def save(self, path: Path) -> None:
+        """Write the cache to a safetensors file, so that a later run need not run the target at all. Atomic.
+
+        Raises:
+            UserError: too little disk.
+        """
+        require_disk(path, self.used_bytes, "hidden states")
+        lengths = {key: len(states.last) for key, states in self._cache.items()}
+        tensors = {name: torch.cat([getattr(s, name) for s in self._cache.values()]) for name in ("taps", "last")}
+        with atomic_path(path) as temporary:
+            save_file(tensors, temporary, metadata={"lengths": json.dumps(lengths)})
+
+    def load(self, path: Path) -> None:
+        """Take up what `save` wrote for this target. Raises UserError for a file that cannot be read."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                lengths = json.loads(file.metadata()["lengths"])
+                taps, last = file.get_tensor("taps"), file.get_tensor("last")
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"hidden states {path}: cannot be read ({error}); remove the file") from None
+        parts = (tensor.split(list(lengths.values())) for tensor in (taps, last))
+        for key, *states in zip(lengths, *parts, strict=True):
+            self._remember(key, States(*states))
+
     def _remember(self, key: str, states: States) -> None:
-        if self.used_bytes + states.nbytes <= self.cache_bytes:
+        if key not in self._cache and self.used_bytes + states.nbytes <= self.cache_bytes:
             self._cache[key] = States(states.taps.to("cpu", copy=True), states.last.to("cpu", copy=True))
             self.used_bytes += states.nbytes
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,12 +19,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specdraft.config import UserError
-from specdraft.data.chat import AnswerRow, follow_up, read_answers, render_prompt
+from specdraft.data.chat import AnswerRow, Example, follow_up, read_answers, render_prompt
+from specdraft.data.source import States
 from specdraft.data.tasks import Prompt
 from specdraft.decoding.sampling import Sampling, draw
-from specdraft.models.target import TargetModel
+from specdraft.models.target import Step, TargetModel
 from specdraft.provenance import atomic_path, hash_json, write_json
 
+Keep = Callable[[Example, States], None]
 COMPACT = 0.85  # rows leave a batch together, when this share of them is left: leaving copies keys and values
 
 
@@ -59,10 +61,13 @@ class Conversation:
         return AnswerRow(self.prompt.id, self.prompt.category, self.input_ids, self.spans, self.finished)
 
 
-def answer_prompts(target: TargetModel, prompts: Sequence[Prompt], path: Path, config: AnswerConfig) -> list[AnswerRow]:
+def answer_prompts(
+    target: TargetModel, prompts: Sequence[Prompt], path: Path, config: AnswerConfig, keep: Keep | None = None
+) -> list[AnswerRow]:
     """Write the target's answers to `prompts` into `path` (JSON lines), and return them in the order of the prompts.
 
-    Rows that `path` holds already, from an earlier run with the same target and configuration, are kept.
+    Rows that `path` holds already, from an earlier run with the same target and configuration, are kept. `keep` is given the
+    target's states of every new row, which it has made on the way: training then need not run the target again.
 
     Raises:
         UserError: no prompts; a prompt that leaves no room for an answer; a file made with another target or configuration.
@@ -83,7 +88,7 @@ def answer_prompts(target: TargetModel, prompts: Sequence[Prompt], path: Path, c
                 waiting[-config.batch_size :],
                 waiting[: -config.batch_size],
             )  # longest first: memory is known at once
-            for conversation in _answer_batch(target, batch, config):
+            for conversation, states in _answer_batch(target, batch, config, keep is not None):
                 if conversation.finished[-1] and _next_turn(target, conversation, config):
                     waiting.append(conversation)
                     continue
@@ -91,6 +96,8 @@ def answer_prompts(target: TargetModel, prompts: Sequence[Prompt], path: Path, c
                 rows[row.id] = row
                 file.write(row.to_json() + "\n")
                 tokens += sum(end - start for start, end in row.spans)
+                if keep is not None:
+                    keep(row.example(), states)
                 bar.update()
             file.flush()
             waiting.sort(key=lambda conversation: len(conversation.input_ids))
@@ -99,7 +106,9 @@ def answer_prompts(target: TargetModel, prompts: Sequence[Prompt], path: Path, c
 
 
 @torch.inference_mode()
-def _answer_batch(target: TargetModel, batch: list[Conversation], config: AnswerConfig) -> list[Conversation]:
+def _answer_batch(
+    target: TargetModel, batch: list[Conversation], config: AnswerConfig, with_states: bool
+) -> list[tuple[Conversation, States | None]]:
     """One turn of every conversation of the batch: prefill together, then one token a row and step."""
     lengths = [len(conversation.input_ids) for conversation in batch]
     cache = target.new_cache(len(batch), max(lengths) + config.max_new_tokens)
@@ -108,12 +117,12 @@ def _answer_batch(target: TargetModel, batch: list[Conversation], config: Answer
         ids[b, : lengths[b]] = torch.tensor(conversation.input_ids)
         conversation.spans.append([lengths[b], lengths[b]])
         conversation.finished.append(False)
-    step = target.forward(ids.to(target.device), cache, counts=lengths, want_taps=False, logits_for="last")
-    logits = step.logits[:, 0]
+    step = target.forward(ids.to(target.device), cache, counts=lengths, want_taps=with_states, logits_for="last")
     generators = [_generator(conversation, config) for conversation in batch]
     live = list(range(len(batch)))  # batch index of every row of the cache
+    ran = [(step, live)]
     for count in range(1, config.max_new_tokens + 1):
-        tokens = _sample(logits, [generators[b] for b in live], config.sampling)
+        tokens = _sample(step.logits[:, 0], [generators[b] for b in live], config.sampling)
         for b, token in zip(live, tokens, strict=True):
             if not batch[b].finished[-1]:
                 batch[b].input_ids.append(token)
@@ -125,10 +134,28 @@ def _answer_batch(target: TargetModel, batch: list[Conversation], config: Answer
             cache.select(keep)
             live, tokens = [live[row] for row in keep], [tokens[row] for row in keep]
         column = torch.tensor(tokens, device=target.device)[:, None]
-        logits = target.forward(column, cache, want_taps=False, logits_for="last").logits[:, 0]
+        step = target.forward(column, cache, want_taps=with_states, logits_for="last")
+        ran.append((step, live))
     for conversation in batch:
         conversation.spans[-1][1] = len(conversation.input_ids)
-    return batch
+    states = _collect_states(batch, ran) if with_states else [None] * len(batch)
+    return list(zip(batch, states, strict=True))
+
+
+def _collect_states(batch: list[Conversation], ran: list[tuple[Step, list[int]]]) -> list[States]:
+    """Every row's states from the forward passes, each with the batch indices of its rows: the prefill, then one token a
+    row. The last token of a row was never run; its state is zero, and no row is trained that would read it."""
+    places = [{b: row for row, b in enumerate(live)} for _, live in ran]
+    found = []
+    for b, conversation in enumerate(batch):
+        start, end = conversation.spans[-1]
+        parts = {}
+        for name in ("taps", "last"):
+            prefill = getattr(ran[0][0], name)[b, :start]
+            steps = [getattr(ran[i][0], name)[places[i][b]] for i in range(1, end - start)]
+            parts[name] = torch.cat([prefill, *steps, torch.zeros_like(prefill[:1])])
+        found.append(States(**parts))
+    return found
 
 
 def _sample(logits: Tensor, generators: list[torch.Generator | None], sampling: Sampling) -> list[int]:

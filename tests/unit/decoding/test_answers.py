@@ -7,6 +7,7 @@ import torch
 
 from specdraft.config import UserError
 from specdraft.data.chat import follow_up, render_prompt
+from specdraft.data.source import Online, run_target
 from specdraft.data.tasks import Prompt
 from specdraft.decoding.answers import AnswerConfig, answer_prompts, estimate_answers, read_parts
 from specdraft.decoding.generate import autoregressive_generate
@@ -121,3 +122,39 @@ def test_the_estimate_names_tokens_time_memory_and_disk(target):
     assert "108 tokens" in line
     assert all(word in line for word in ("minutes", "memory", "disk"))
     assert json.dumps(line)
+
+
+def test_states_made_on_the_way_are_those_of_a_forward_pass(target, tmp_path):
+    """For every row that training may read: all but the last token's, two turns and early ends included."""
+    ending = tiny_target("llama", dtype=torch.float32)
+    ending.eos_token_ids = tuple(range(0, TINY_VOCAB, 5))
+    kept = []
+    prompts = [*PROMPTS, Prompt("t", "chat", ("One?", "Two?"))]
+    config = AnswerConfig(12, 4, temperature=1.0)
+    rows = answer_prompts(
+        ending, prompts, tmp_path / "a.jsonl", config, lambda example, states: kept.append((example, states))
+    )
+    assert {example.id for example, _ in kept} == {row.id for row in rows}
+    for example, states in kept:
+        fresh = run_target(ending, [example])[0]
+        for name in ("taps", "last"):
+            torch.testing.assert_close(getattr(states, name)[:-1], getattr(fresh, name)[:-1], atol=1e-4, rtol=1e-4)
+            assert len(getattr(states, name)) == len(example.input_ids)
+            assert not getattr(states, name)[-1].any()
+
+
+def test_kept_states_survive_on_disk(target, tmp_path):
+    """What was remembered is what is read, bit for bit, and the target is not run again."""
+    states = Online(target, cache_bytes=10**8)
+    rows = answer_prompts(target, PROMPTS, tmp_path / "a.jsonl", CONFIG, states.remember)
+    examples = [row.example() for row in rows]
+    states.save(tmp_path / "states.safetensors")
+    loaded = Online(target, cache_bytes=10**8)
+    loaded.load(tmp_path / "states.safetensors")
+    for name in ("taps", "last"):
+        wanted = states.batch(examples)
+        assert torch.equal(getattr(loaded.batch(examples), name), getattr(wanted, name))
+    assert loaded.used_bytes == states.used_bytes > 0
+    (tmp_path / "states.safetensors").write_bytes(b"broken")
+    with pytest.raises(UserError, match="cannot be read"):
+        Online(target, cache_bytes=1).load(tmp_path / "states.safetensors")
