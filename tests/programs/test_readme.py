@@ -1,0 +1,41 @@
+"""Every command of the README names a program that is there, with flags that it takes."""
+
+import importlib.util
+import inspect
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from specdraft.config import parse_config
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```\n(.*?)```", README, flags=re.DOTALL)
+COMMANDS = [line.split(" #")[0] for block in BLOCKS for line in block.splitlines() if ".py" in line]
+
+
+def test_the_readme_has_commands():
+    assert len(COMMANDS) >= 9
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_its_flags_are_taken(command, monkeypatch):
+    words = shlex.split(command)
+    at = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    for word in words[1:at]:
+        assert word in ("launch", "--config_file") or (ROOT / word).exists(), word
+    spec = importlib.util.spec_from_file_location("read_program", ROOT / words[at])
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "read_program", module)
+    spec.loader.exec_module(module)
+    own = [value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == "read_program"]
+    assert len(own) == 1, f"one config class in {words[at]}"
+    parse_config(own[0], words[at + 1 :])
+
+
+@pytest.mark.parametrize("target", re.findall(r"^make ([\w-]+)", README, flags=re.MULTILINE))
+def test_its_make_targets_exist(target):
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
