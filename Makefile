@@ -26,7 +26,7 @@ train: .venv/ready
 	$(BIN)/accelerate launch recipes/train_slimspec.py
 
 test: .venv/ready lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not gpu"
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
-"""Drafting a chain, token by token, with a one-layer drafter: its keys and values, and the steps that extend them.
+"""Drafting a chain, token by token, with the EAGLE-3 layer: packed weights, keys and values, and the steps that extend them.
 
-It knows the drafter only as the equations of eagle3.Arithmetic over packed weights, and nothing of verification.
+It knows nothing of training or of verification.
 
 Letters: A taps, H width, h heads, k key/value heads, d head width, n rows, S columns of the draft law.
 """
@@ -8,16 +8,17 @@ Letters: A taps, H width, h heads, k key/value heads, d head width, n rows, S co
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from specdraft.models.drafter import Choose, Proposal
-
-if TYPE_CHECKING:
-    from specdraft.models.eagle3 import FrozenWeights
+from specdraft.models.eagle3_layer import Arithmetic, RMSNorm
+from specdraft.models.heads import LowRankHead
+from specdraft.models.layers import FrozenLinear, FrozenRMSNorm
 
 
 class Chain:
@@ -79,3 +80,36 @@ class Chain:
         end = start + x.shape[2]
         turned = x.roll(x.shape[-1] // 2, dims=-1)
         return torch.addcmul(x * self.weights.cos[start:end], turned, self.weights.sin[start:end])
+
+
+class FrozenWeights(Arithmetic):
+    """A drafter's weights packed for decoding. `versions`: of the parameters they were made from."""
+
+    def __init__(self, drafter: nn.Module, versions: list[tuple[int, int]]):
+        self.config, self.embedding, self.versions = drafter.config, drafter.embedding, versions
+        for name, module in drafter.named_children():
+            if name != "lm_head":
+                setattr(self, name, freeze(module))
+        self.head = drafter.lm_head
+        self.rows = FrozenLinear(self.head.weight)
+        self.down = FrozenLinear(self.head.down) if isinstance(self.head, LowRankHead) else None
+        dtype = drafter.fc.weight.dtype
+        left, right = drafter.sin.chunk(2, dim=-1)
+        self.cos, self.sin = drafter.cos.to(dtype), torch.cat([-left, right], dim=-1).to(dtype)
+
+    def logits(self, hidden: Tensor, live: Tensor | None) -> Tensor:
+        """As Head.logits."""
+        projected = hidden if self.down is None else self.down(hidden)
+        return self.rows(projected) if live is None else F.linear(projected, self.head.weight[live])
+
+
+def freeze(module: nn.Module) -> Any:
+    """The same tree, of packed products and norms."""
+    if isinstance(module, nn.Linear):
+        return FrozenLinear(module.weight, module.bias)
+    if isinstance(module, RMSNorm):
+        return FrozenRMSNorm(module.weight, module.eps)
+    if isinstance(module, nn.ModuleList):
+        return [freeze(child) for child in module]
+    children = {name: freeze(child) for name, child in module.named_children()}
+    return children if isinstance(module, nn.ModuleDict) else SimpleNamespace(**children)

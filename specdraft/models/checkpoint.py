@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from specdraft.config import UserError, config_from_dict, config_to_dict
 from specdraft.data.vocab import VocabMap
-from specdraft.models.eagle3 import Eagle3Config, Eagle3Drafter
+from specdraft.models.eagle3 import Eagle3Drafter
+from specdraft.models.eagle3_layer import Eagle3Config
 from specdraft.models.target import TargetModel
 from specdraft.provenance import atomic_path, provenance, write_json
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from specdraft.config import UserError
 from specdraft.data.vocab import VocabMap
-from specdraft.models.eagle3 import Eagle3Config, Eagle3Drafter
+from specdraft.models.eagle3 import Eagle3Drafter
+from specdraft.models.eagle3_layer import Eagle3Config
 from specdraft.models.heads import HeadConfig, LowRankHead
 from specdraft.models.target import TargetModel
 

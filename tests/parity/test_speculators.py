@@ -20,7 +20,8 @@ from torch.testing import assert_close
 
 from specdraft.data.vocab import VocabMap
 from specdraft.losses import LOSSES, LossConfig, acceptance, teacher_law
-from specdraft.models.eagle3 import Eagle3Config, Eagle3Drafter
+from specdraft.models.eagle3 import Eagle3Drafter
+from specdraft.models.eagle3_layer import Eagle3Config
 from specdraft.models.heads import HeadConfig
 from specdraft.models.target import TargetModel
 from specdraft.testing import tiny_model
