@@ -277,6 +277,7 @@ def fresh_kernels():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.usefixtures("fresh_kernels")
 @pytest.mark.parametrize(
