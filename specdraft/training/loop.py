@@ -27,7 +27,8 @@ from typing import Any, Literal
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
@@ -165,8 +166,7 @@ class Pace:
 
 
 class Trainer:
-    """One run. `run()` trains, and leaves the best weights in `drafter` (unless the scheme shards it: then read
-    `checkpoint.best_weights`)."""
+    """One run. `run()` trains, and leaves the best weights in `drafter`, whole on every process."""
 
     def __init__(
         self,
@@ -229,8 +229,9 @@ class Trainer:
         finally:
             for tracker in self.accelerator.trackers:
                 tracker.finish()
-        if self.accelerator.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-            self.drafter.load_state_dict(checkpoint.best_weights(self.output))
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()  # then its hooks have nothing to do any more
+        set_weights(self.drafter, checkpoint.best_weights(self.output), self.accelerator.device)
         return TrainResult(self.step, self.epochs, self.tokens, self.clock.elapsed(), self.best, stopped_by)
 
     def _steps(self, interrupt: Interrupt, bar: tqdm) -> Literal["steps", "minutes"]:
@@ -422,6 +423,13 @@ class Trainer:
                 file.write(json.dumps(record) + "\n")
         values = _flatten(record)
         self.accelerator.log(values, step=values.pop("step"))
+
+
+def set_weights(module: nn.Module, weights: dict[str, Tensor], device: torch.device | str) -> None:
+    """New parameters for all of `weights`: in the place of FSDP2's shards, into which `load_state_dict` cannot copy."""
+    for name, tensor in weights.items():
+        owner, _, own_name = name.rpartition(".")
+        setattr(module.get_submodule(owner), own_name, nn.Parameter(tensor.to(device)))
 
 
 def _supervised(examples: Sequence[Example], steps: int, what: str) -> list[Example]:

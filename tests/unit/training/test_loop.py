@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -79,6 +80,15 @@ def logged(output: Path) -> list[dict]:
     ]
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """The output of a run that nothing interrupted. Copy it before changing it."""
+    output = tmp_path_factory.mktemp("finished") / "run"
+    AcceleratorState._reset_state(reset_partial_state=True)
+    run(make_accelerator("no", None, "none", output), output)
+    return output
+
+
 @pytest.mark.parametrize(("optimizer", "cache_bytes"), [("adamw", 0), ("muon", 1 << 20)])
 def test_crash_and_resume_is_exact(accelerator, tmp_path, optimizer, cache_bytes):
     """Fault 26: weights, optimiser state, random numbers, place in the data, schedule, best so far and log are, bit for bit,
@@ -104,9 +114,8 @@ def test_crash_and_resume_is_exact(accelerator, tmp_path, optimizer, cache_bytes
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signal_saves_and_stops(accelerator, tmp_path, number, code):
+def test_signal_saves_and_stops(finished, accelerator, tmp_path, number, code):
     """The step that was running is finished and saved; the same command goes on to the same end."""
-    run(accelerator, tmp_path / "whole")
     handler = signal.getsignal(number)
     with pytest.raises(SystemExit) as stop:
         run(accelerator, tmp_path / "parts", change=at_step(5, lambda: os.kill(os.getpid(), number)))
@@ -114,7 +123,7 @@ def test_signal_saves_and_stops(accelerator, tmp_path, number, code):
     assert signal.getsignal(number) is handler
     assert checkpoint.newest_state(tmp_path / "parts")[0].name == "step-00000005"
     run(accelerator, tmp_path / "parts")
-    assert_same_files(tmp_path / "whole", tmp_path / "parts")
+    assert_same_files(finished, tmp_path / "parts")
 
 
 def damage_mark(folder):
@@ -135,15 +144,14 @@ def damage_file(folder):
 
 
 @pytest.mark.parametrize("damage", [damage_mark, damage_half_mark, damage_weights, damage_file])
-def test_broken_newest_is_skipped(accelerator, tmp_path, damage):
+def test_broken_newest_is_skipped(finished, accelerator, tmp_path, damage):
     """Fault 27."""
-    run(accelerator, tmp_path / "whole")
-    run(accelerator, tmp_path / "parts")
-    damage(tmp_path / "parts" / FINAL)
+    output = shutil.copytree(finished, tmp_path / "run")
+    damage(output / FINAL)
     with pytest.warns(UserWarning, match="step-00000010: not complete, skipped"):
-        trainer, _ = run(accelerator, tmp_path / "parts")
+        trainer, _ = run(accelerator, output)
     assert trainer.saved_at == 10
-    assert_same_files(tmp_path / "whole", tmp_path / "parts")
+    assert_same_files(finished, output)
 
 
 def test_crash_while_saving(accelerator, tmp_path, monkeypatch):
@@ -177,7 +185,7 @@ def test_files_hold_the_drafter_and_fp32_moments_only(tmp_path):
 
 
 def test_target_stays_as_it_was(accelerator, tmp_path):
-    trainer, _ = run(accelerator, tmp_path)
+    trainer, _ = run(accelerator, tmp_path, replace(small_run(), max_steps=2))
     before = make_trainer(Config(tmp_path / "other"), accelerator).model.target.model.state_dict()
     for name, tensor in trainer.model.target.model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
@@ -239,13 +247,12 @@ def test_steps_and_schedule(accelerator, tmp_path):
     assert rates == pytest.approx([1e-3 * schedule((step + 0.5) / 10, 0.3, 0.1) for step in range(10)])
 
 
-def test_finished_run_is_left_alone(accelerator, tmp_path):
-    _, first = run(accelerator, tmp_path)
-    before = (tmp_path / FINAL / "complete.json").stat().st_mtime_ns
-    _, again = run(accelerator, tmp_path)
-    assert (tmp_path / FINAL / "complete.json").stat().st_mtime_ns == before
-    assert again.best == first.best
-    assert len(logged(tmp_path)) == 10 + 4
+def test_finished_run_is_left_alone(finished, accelerator):
+    before = (finished / FINAL / "complete.json").stat().st_mtime_ns
+    _, again = run(accelerator, finished)
+    assert (finished / FINAL / "complete.json").stat().st_mtime_ns == before
+    assert again.best == checkpoint.best_state(finished)
+    assert len(logged(finished)) == 10 + 4
 
 
 def test_time_budget(accelerator, tmp_path, monkeypatch):
@@ -284,22 +291,20 @@ def test_time_budget(accelerator, tmp_path, monkeypatch):
         ({"resume": False}, "holds a run already"),
     ],
 )
-def test_resume_of_another_run_is_refused(accelerator, tmp_path, change, says):
-    """Fault 18 (through `identity`), and settings that would silently not take effect."""
-    run(accelerator, tmp_path)
+def test_resume_of_another_run_is_refused(finished, accelerator, change, says):
+    """Settings that would silently not take effect, or break the schedule."""
     with pytest.raises(UserError, match=says):
-        run(accelerator, tmp_path, replace(small_run(), **change))
+        run(accelerator, finished, replace(small_run(), **change))
 
 
-def test_resume_with_another_map_is_refused(accelerator, tmp_path):
+def test_resume_with_another_map_is_refused(finished, accelerator):
     """Fault 18."""
-    run(accelerator, tmp_path)
 
     def other_target(trainer):
         trainer.identity["target"] = "0" * 16
 
     with pytest.raises(UserError, match="was made with target = "):
-        run(accelerator, tmp_path, change=other_target)
+        run(accelerator, finished, change=other_target)
 
 
 def test_not_finite_loss_stops(accelerator, tmp_path):
