@@ -46,8 +46,8 @@ test-speculators: .venv/ready .venv-speculators/ready
 gpu: .venv/ready
 	@$(BIN)/python -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' || { echo "error: make gpu: no CUDA device here"; exit 2; }
 	$(BIN)/python -m pytest -m gpu
-	$(BIN)/python benchmarks/objective.py --vocab 128256 --hidden 4096 --rows 4096 --steps 7 --head lowrank --json
-	$(BIN)/python benchmarks/decode.py --json
+	$(BIN)/python benchmarks/objective.py --vocab 128256 --hidden 4096 --rows 4096 --steps 7 --head lowrank --device cuda --json
+	$(BIN)/python benchmarks/decode.py --device cuda --json
 
 clean:
 	rm -rf .venv .venv-speculators build dist *.egg-info
