@@ -59,7 +59,7 @@ def half_an_hour() -> TrainConfig:
     """What fits into half an hour on two CPU cores, answers and measuring included (docs/log.md)."""
     objective = ObjectiveConfig(steps=3)
     return TrainConfig(
-        epochs=10, max_minutes=15, tokens_per_batch=2048, eval_every=150, save_every=150, objective=objective
+        epochs=10, max_minutes=15, tokens_per_batch=1024, eval_every=300, save_every=300, objective=objective
     )
 
 
