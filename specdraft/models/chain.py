@@ -36,21 +36,20 @@ class Chain:
     def append(self, taps: Tensor, tokens: Tensor) -> None:
         """Rows of committed tokens [1, n] with the target's features [1, n, A*H]; drafting starts from the last one."""
         x, residual = self.weights.layer_input(self.weights.fuse(taps), tokens)
-        self._write(x, self.length)
+        q = self._project(x, self.length)
         self.length += x.shape[1]
-        self.x, self.residual = x[:, -1:], residual[:, -1:]
+        self.q, self.residual = q[:, :, -1:], residual[:, -1:]
 
     def propose(self, budget: int, choose: Choose, live: Tensor | None) -> Proposal:
         """See Drafter.propose."""
-        weights, x, hidden = self.weights, self.x, self.residual
+        weights, q, hidden = self.weights, self.q, self.residual
         ids = weights.head.target_ids(live)
         tokens, laws, head_seconds = [], [], 0.0
         for step in range(budget):
             position = self.length - 1 + step
             if step:
                 x, hidden = weights.layer_input(hidden, tokens[-1][None])
-                self._write(x, position)
-            q = self._rotate(self._split(weights.midlayer.self_attn["q_proj"](x)), position)
+                q = self._project(x, position)
             keys, values = self.keys[:, :, : position + 1], self.values[:, :, : position + 1]
             hidden, normed = weights.finish(F.scaled_dot_product_attention(q, keys, values, enable_gqa=True), hidden)
             start = time.perf_counter()
@@ -62,18 +61,17 @@ class Chain:
         q = None if not laws or laws[0] is None else torch.stack(laws)
         return Proposal(torch.cat(tokens), list(range(-1, budget - 1)), q, ids, head_seconds)
 
-    def _write(self, x: Tensor, start: int) -> None:
-        """Keys and values of rows x [1, n, 2H] at positions start..start+n-1."""
-        end, attn = start + x.shape[1], self.weights.midlayer.self_attn
+    def _project(self, x: Tensor, start: int) -> Tensor:
+        """Rows x [1, n, 2H] at positions start..start+n-1: stores their keys and values, returns their queries [1, h, n, d]."""
+        config, end = self.weights.config, start + x.shape[1]
         while end > self.keys.shape[2]:
             self.keys = torch.cat([self.keys, torch.empty_like(self.keys)], dim=2)
             self.values = torch.cat([self.values, torch.empty_like(self.values)], dim=2)
-        self.keys[:, :, start:end] = self._rotate(self._split(attn["k_proj"](x)), start)
-        self.values[:, :, start:end] = self._split(attn["v_proj"](x))
-
-    def _split(self, x: Tensor) -> Tensor:
-        """[1, n, heads*d] -> [1, heads, n, d]"""
-        return x.unflatten(-1, (-1, self.weights.config.head_dim)).transpose(1, 2)
+        heads, turned = config.num_attention_heads, config.num_attention_heads + config.num_key_value_heads
+        qkv = self.weights.qkv(x).unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
+        qk = self._rotate(qkv[:, :turned], start)
+        self.keys[:, :, start:end], self.values[:, :, start:end] = qk[:, heads:], qkv[:, turned:]
+        return qk[:, :heads]
 
     def _rotate(self, x: Tensor, start: int) -> Tensor:
         """Arithmetic.rotate for consecutive positions: x [1, heads, n, d]."""
@@ -83,13 +81,17 @@ class Chain:
 
 
 class FrozenWeights(Arithmetic):
-    """A drafter's weights packed for decoding. `versions`: of the parameters they were made from."""
+    """A drafter's weights packed for decoding, those that read the same input as one product. `versions`: of the parameters
+    they were made from."""
 
     def __init__(self, drafter: nn.Module, versions: list[tuple[int, int]]):
         self.config, self.embedding, self.versions = drafter.config, drafter.embedding, versions
         for name, module in drafter.named_children():
             if name != "lm_head":
                 setattr(self, name, freeze(module))
+        attention, mlp = drafter.midlayer.self_attn, drafter.midlayer.mlp
+        self.qkv = join(attention["q_proj"], attention["k_proj"], attention["v_proj"])
+        self.gate_up = join(mlp["gate_proj"], mlp["up_proj"])
         self.head = drafter.lm_head
         self.rows = FrozenLinear(self.head.weight)
         self.down = FrozenLinear(self.head.down) if isinstance(self.head, LowRankHead) else None
@@ -97,19 +99,31 @@ class FrozenWeights(Arithmetic):
         left, right = drafter.sin.chunk(2, dim=-1)
         self.cos, self.sin = drafter.cos.to(dtype), torch.cat([-left, right], dim=-1).to(dtype)
 
+    def feed_forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.midlayer.mlp["down_proj"](F.silu(gate) * up)
+
     def logits(self, hidden: Tensor, live: Tensor | None) -> Tensor:
         """As Head.logits."""
         projected = hidden if self.down is None else self.down(hidden)
         return self.rows(projected) if live is None else F.linear(projected, self.head.weight[live])
 
 
+def join(*projections: nn.Linear) -> FrozenLinear:
+    """Several projections of the same input as one: their outputs side by side."""
+    return FrozenLinear(torch.cat([projection.weight.detach() for projection in projections]))
+
+
 def freeze(module: nn.Module) -> Any:
-    """The same tree, of packed products and norms."""
+    """The same tree, of packed products and norms, but for those that are joined."""
     if isinstance(module, nn.Linear):
         return FrozenLinear(module.weight, module.bias)
     if isinstance(module, RMSNorm):
         return FrozenRMSNorm(module.weight, module.eps)
     if isinstance(module, nn.ModuleList):
         return [freeze(child) for child in module]
-    children = {name: freeze(child) for name, child in module.named_children()}
+    children = {name: freeze(child) for name, child in module.named_children() if name not in JOINED}
     return children if isinstance(module, nn.ModuleDict) else SimpleNamespace(**children)
+
+
+JOINED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")

@@ -124,10 +124,14 @@ class Arithmetic:
         """attended [B, h, N, d], residual [B, N, H] -> (what the next step reads, what the head reads), [B, N, H] each"""
         layer = self.midlayer
         hidden = residual + layer.self_attn["o_proj"](attended.transpose(1, 2).flatten(2))
-        x = layer.post_attention_layernorm(hidden)
-        hidden = hidden + layer.mlp["down_proj"](F.silu(layer.mlp["gate_proj"](x)) * layer.mlp["up_proj"](x))
+        hidden = hidden + self.feed_forward(layer.post_attention_layernorm(hidden))
         normed = self.norm(hidden)
         return (normed if self.config.norm_output else hidden), normed
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """The gated MLP, [..., H] -> [..., H]"""
+        mlp = self.midlayer.mlp
+        return mlp["down_proj"](F.silu(mlp["gate_proj"](x)) * mlp["up_proj"](x))
 
 
 def rotary_tables(config: Eagle3Config) -> tuple[Tensor, Tensor]:
