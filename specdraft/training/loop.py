@@ -35,6 +35,7 @@ from tqdm import tqdm
 from specdraft.config import UserError, config_to_dict
 from specdraft.data.chat import Example
 from specdraft.data.source import HiddenStates, plan_batches
+from specdraft.data.vocab import count_tokens
 from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.target import TargetModel
 from specdraft.provenance import hash_tensors
@@ -201,7 +202,7 @@ class Trainer:
         body = [parameter for name, parameter in drafter.named_parameters() if not name.startswith("lm_head.")]
         self.state_bytes = 12 * sum(parameter.numel() for parameter in head + body)  # weights and two moments, fp32
         _configure_deepspeed(accelerator, config)
-        objective = Objective(drafter, target, config.objective)
+        objective = Objective(drafter, target, config.objective, count_tokens(self.train, target.vocab_size))
         self.model, *self.optimizers = accelerator.prepare(objective, *build_optimizers(body, head, config.optim))
         if isinstance(self.model, DistributedDataParallel):
             self.model.broadcast_buffers = False  # constants: rotary tables and vocabulary ids

@@ -10,7 +10,7 @@ batch, D width of the projected state, S draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -23,14 +23,18 @@ from specdraft.losses import LossConfig, TeacherRows
 from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.target import TargetModel
 from specdraft.training.metrics import row_sums
+from specdraft.training.sampled import ColumnSample, states
 
 
 @dataclass
 class ObjectiveConfig:
     """steps: K of the unroll. mean: each step's loss is averaged over supervised `rows`, or over `sequences` (each sequence
-    weighs the same, whatever its length)."""
+    weighs the same, whatever its length).
+    sampled_vocab: columns of the draft vocabulary that stand for all in a training step (sampled.py); 0 = all. 8192 makes the
+    loss about as cheap as that of a trimmed head."""
 
     steps: int = 7
+    sampled_vocab: int = 0
     mean: Literal["rows", "sequences"] = "rows"
     loss: LossConfig = field(default_factory=LossConfig)
     chunk: ChunkConfig = field(default_factory=ChunkConfig)
@@ -38,6 +42,8 @@ class ObjectiveConfig:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise UserError(f"objective.steps: got {self.steps}, allowed: 1 or more")
+        if self.sampled_vocab and self.sampled_vocab < 1024:
+            raise UserError(f"objective.sampled_vocab: got {self.sampled_vocab}, allowed: 0 (all), or 1024 or more")
 
 
 class Objective(nn.Module):
@@ -46,11 +52,26 @@ class Objective(nn.Module):
     The target is only referred to, so none of its weights is trained, wrapped or saved (fault 13).
     """
 
-    def __init__(self, drafter: Eagle3Drafter, target: TargetModel, config: ObjectiveConfig):
+    def __init__(
+        self, drafter: Eagle3Drafter, target: TargetModel, config: ObjectiveConfig, counts: Tensor | None = None
+    ):
+        """counts [V]: how often each target id is supervised in the training data; needed for `sampled_vocab`.
+
+        Raises:
+            UserError: `sampled_vocab` for a target that caps its logits.
+        """
         super().__init__()
         self.drafter, self.target, self.config = drafter, target, config
         vocab_map = drafter.lm_head.vocab_map
         self.draft_index = None if vocab_map is None else vocab_map.draft_index.to(target.device)
+        if config.sampled_vocab and target.soft_cap is not None:
+            raise UserError(
+                f"objective.sampled_vocab: got {config.sampled_vocab} for {target.name}, which caps its logits; allowed: 0"
+            )
+        self.by_frequency = None
+        if 0 < config.sampled_vocab < len(drafter.lm_head.weight):
+            counts = counts if vocab_map is None else counts[vocab_map.target_ids]
+            self.by_frequency = counts.argsort(descending=True, stable=True).to(target.device)
 
     def forward(
         self, taps: Tensor, last: Tensor, input_ids: Tensor, rows: Rows, denominator: Tensor
@@ -66,9 +87,13 @@ class Objective(nn.Module):
         labels = input_ids.flatten()[rows.label_at]
         labels = rows.shifted(labels if self.draft_index is None else self.draft_index[labels])
         share = row_shares(rows, denominator, self.config.mean)
-        teacher = self.teacher(last, rows)
+        teacher, weight = self.teacher(last, rows), head.weight
+        if self.training and self.by_frequency is not None:
+            sample = ColumnSample.draw(self.by_frequency, labels, self.config.sampled_vocab)
+            projected, weight, labels = states(projected), sample.rows(weight), sample.labels(labels)
+            teacher = self.sampled_teacher(teacher, sample)
         config = self.config
-        out = fused_draft_loss(projected, head.weight, teacher, rows.valid, share, labels, config.loss, config.chunk)
+        out = fused_draft_loss(projected, weight, teacher, rows.valid, share, labels, config.loss, config.chunk)
         return out.loss, row_sums(rows.valid, out.row_loss, out.alpha, out.hit, labels < 0)
 
     def teacher(self, last: Tensor, rows: Rows) -> TeacherRows:
@@ -78,6 +103,12 @@ class Objective(nn.Module):
         index = rows.shifted(torch.arange(len(normed), device=normed.device))
         ids = self.drafter.lm_head.target_ids()
         return TeacherRows(normed, target.head_weight, index, ids, target.logit_scale, target.soft_cap)
+
+    def sampled_teacher(self, teacher: TeacherRows, sample: ColumnSample) -> TeacherRows:
+        """The same rows over the sample's columns only; the law that was renormalised on a trimmed vocabulary stays so."""
+        ids = sample.columns if teacher.target_ids is None else teacher.target_ids[sample.columns]
+        rows = replace(sample, columns=ids).rows(teacher.head_weight, teacher.logit_scale)
+        return replace(teacher, last=states(teacher.last), head_weight=rows, target_ids=None)
 
 
 @dataclass(frozen=True)
