@@ -99,9 +99,9 @@ def run(config: RunConfig) -> None:
     train_prompts, held_out_prompts = choose_prompts(config)
 
     states = Online(target, cache_bytes=int(config.cache_gb * 1e9))
-    rows = answer(accelerator, target, states, train_prompts + held_out_prompts, config)
-    train, account = answers_to_examples([rows[prompt.id] for prompt in train_prompts], config.max_length)
-    held_out, _ = answers_to_examples([rows[prompt.id] for prompt in held_out_prompts], config.max_length)
+    rows = answer(accelerator, target, states, held_out_prompts + train_prompts, config)
+    train, account = answers_to_examples(in_order(rows, train_prompts), config.max_length)
+    held_out, _ = answers_to_examples(in_order(rows, held_out_prompts), config.max_length)
     check_masks(train, target.tokenizer)
     accelerator.print(f"training answers: {account}")
 
@@ -121,7 +121,7 @@ def run(config: RunConfig) -> None:
 
     if accelerator.is_main_process:
         drafter.to(dtype).eval()
-        costs, speedup = measure(target, drafter, [rows[prompt.id] for prompt in held_out_prompts], config.measure)
+        costs, speedup = measure(target, drafter, in_order(rows, held_out_prompts), config.measure)
         minutes = (time.perf_counter() - started) / 60
         write_results(folder, config, target, drafter, rows, trained, costs, speedup, minutes)
     accelerator.wait_for_everyone()
@@ -163,8 +163,8 @@ def choose_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
 def answer(
     accelerator: Accelerator, target: TargetModel, states: Online, prompts: Sequence[Prompt], config: RunConfig
 ) -> dict[str, AnswerRow]:
-    """The target's answers by prompt id, and its states on the way. Every process answers its share; what any earlier run
-    answered is reused, and so are the states that this process kept."""
+    """The target's answers by prompt id, and its states on the way; first prompts first, as many as the time allows. Every process
+    answers its share; what any earlier run answered is reused, and so are the states that this process kept."""
     key = hash_json(answers_key(target, config.answers))
     folder = config.output / "answers" / f"{Path(target.name).name}-{key}"
     kept = folder / f"states-{accelerator.process_index:05}.safetensors"
@@ -178,12 +178,17 @@ def answer(
         accelerator.print(estimate_answers(target, missing, config.answers))
     mine = missing[accelerator.process_index :: accelerator.num_processes]
     if mine:
-        keep = states.remember if states.cache_bytes else None
+        keep, held = states.remember if states.cache_bytes else None, states.used_bytes
         answer_prompts(target, mine, folder / f"part-{accelerator.process_index:05}.jsonl", config.answers, keep)
-        if keep is not None:
+        if states.used_bytes > held:
             states.save(kept)
     accelerator.wait_for_everyone()
     return read_parts(target, folder, prompts) if missing else known
+
+
+def in_order(rows: dict[str, AnswerRow], prompts: Sequence[Prompt]) -> list[AnswerRow]:
+    """The answers to those of `prompts` that were answered."""
+    return [rows[prompt.id] for prompt in prompts if prompt.id in rows]
 
 
 def choose_vocabulary(target: TargetModel, train: list[Example], head: HeadConfig) -> VocabMap | None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from torch import Tensor
@@ -27,13 +28,15 @@ from specdraft.models.target import Step, TargetModel
 from specdraft.provenance import atomic_path, hash_json, write_json
 
 Keep = Callable[[Example, States], None]
+GROUP = 2  # batches of similar length are cut from so many batches' worth of prompts, where time is limited
 COMPACT = 0.85  # rows leave a batch together, when this share of them is left: leaving copies keys and values
 
 
 @dataclass
 class AnswerConfig:
     """max_new_tokens: tokens an answer may have.  batch_size: rows decoded together.  temperature, top_k, top_p: as in
-    `Sampling`; 0 = greedy.  seed: of the sampling; every prompt draws from its own stream, whatever the batch."""
+    `Sampling`; 0 = greedy.  seed: of the sampling; every prompt draws from its own stream, whatever the batch.
+    max_minutes: of answering, earlier runs into the same file included: prompts that do not fit are left out; None = all."""
 
     max_new_tokens: int = 192
     batch_size: int = 96
@@ -41,6 +44,11 @@ class AnswerConfig:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    max_minutes: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_minutes is not None and not self.max_minutes > 0:
+            raise UserError(f"answers.max_minutes: got {self.max_minutes}, allowed: above 0, or none for no limit")
 
     @property
     def sampling(self) -> Sampling:
@@ -76,33 +84,64 @@ def answer_prompts(
         raise UserError("prompts: got none, at least one is needed; see data_prep/make_prompts.py")
     rows = _resume(target, prompts, path, config)
     waiting = [_start(target, prompt, config) for prompt in prompts if prompt.id not in rows]
-    waiting.sort(key=lambda conversation: len(conversation.input_ids))
-    written = sum(end - start for row in rows.values() for start, end in row.spans)
+    budget = _Budget(path, config.max_minutes)
     with (
         open(path, "a", encoding="utf-8") as file,
         tqdm(total=len(prompts), initial=len(rows), desc="answers", unit="prompt") as bar,
     ):
-        started, tokens = time.perf_counter(), 0
-        while waiting:
-            batch, waiting = (
-                waiting[-config.batch_size :],
-                waiting[: -config.batch_size],
-            )  # longest first: memory is known at once
-            for conversation, states in _answer_batch(target, batch, config, keep is not None):
-                if conversation.finished[-1] and _next_turn(target, conversation, config):
-                    waiting.append(conversation)
-                    continue
-                row = conversation.row()
-                rows[row.id] = row
-                file.write(row.to_json() + "\n")
-                tokens += sum(end - start for start, end in row.spans)
-                if keep is not None:
-                    keep(row.example(), states)
-                bar.update()
-            file.flush()
-            waiting.sort(key=lambda conversation: len(conversation.input_ids))
-            bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tok/s, {written + tokens:,} tokens")
-    return [rows[prompt.id] for prompt in prompts]
+        size = len(prompts) if config.max_minutes is None else GROUP * config.batch_size
+        for group in (waiting[start : start + size] for start in range(0, len(waiting), size)):
+            if not budget.has_room():
+                break
+            started = time.perf_counter()
+            tokens = _answer_group(target, group, config, keep, rows, file, bar)
+            budget.spend(time.perf_counter() - started)
+            bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tok/s")
+    return [rows[prompt.id] for prompt in prompts if prompt.id in rows]
+
+
+def _answer_group(
+    target: TargetModel,
+    waiting: list[Conversation],
+    config: AnswerConfig,
+    keep: Keep | None,
+    rows: dict[str, AnswerRow],
+    file: TextIO,
+    bar: tqdm,
+) -> int:
+    """Answer all of `waiting`, longest first, so that the memory it takes is known at once. Adds to `rows` and `file`; returns tokens."""
+    tokens = 0
+    while waiting:
+        waiting.sort(key=lambda conversation: len(conversation.input_ids))
+        batch, waiting = waiting[-config.batch_size :], waiting[: -config.batch_size]
+        for conversation, states in _answer_batch(target, batch, config, keep is not None):
+            if conversation.finished[-1] and _next_turn(target, conversation, config):
+                waiting.append(conversation)
+                continue
+            row = conversation.row()
+            rows[row.id] = row
+            file.write(row.to_json() + "\n")
+            tokens += sum(end - start for start, end in row.spans)
+            if keep is not None:
+                keep(row.example(), states)
+            bar.update()
+        file.flush()
+    return tokens
+
+
+class _Budget:
+    """Minutes of answering, over all runs that wrote into `path`: spent, and of the slowest group so far, which must still fit."""
+
+    def __init__(self, path: Path, minutes: float | None):
+        self.path, self.minutes = path.with_suffix(".minutes.json"), minutes
+        self.spent, self.slowest = json.loads(self.path.read_text()) if self.path.exists() else (0.0, 0.0)
+
+    def has_room(self) -> bool:
+        return self.minutes is None or self.spent + self.slowest < self.minutes
+
+    def spend(self, seconds: float) -> None:
+        self.spent, self.slowest = self.spent + seconds / 60, max(self.slowest, seconds / 60)
+        write_json(self.path, [self.spent, self.slowest])
 
 
 @torch.inference_mode()
@@ -225,18 +264,24 @@ def estimate_answers(target: TargetModel, prompts: Sequence[Prompt], config: Ans
         seconds.append(time.perf_counter() - start)
     tokens = len(prompts) * config.max_new_tokens
     minutes = tokens * min(seconds) / batch / 60
+    limit = config.max_minutes
+    within = (
+        ""
+        if limit is None or limit > minutes
+        else f", of which {limit:g} are allowed: the prompts that do not fit are left out"
+    )
     held = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values) if tensor is not None)
     memory = held / cache.max_length * (2 * length + config.max_new_tokens) / 1e9
     return (
-        f"answers: at most {tokens:,} tokens, about {minutes:.1f} minutes, {memory:.1f} GB of memory, "
+        f"answers: at most {tokens:,} tokens, about {minutes:.1f} minutes{within}, {memory:.1f} GB of memory, "
         f"{tokens * 8 / 1e6:.0f} MB of disk (answers that end early cost less)"
     )
 
 
 def answers_key(target: TargetModel, config: AnswerConfig) -> dict[str, object]:
-    """What the answers depend on, the prompts and the batch size apart."""
+    """What an answer depends on, its prompt apart."""
     template = None if target.tokenizer is None else target.tokenizer.chat_template
-    settings = {name: value for name, value in asdict(config).items() if name != "batch_size"}
+    settings = {name: value for name, value in asdict(config).items() if name not in ("batch_size", "max_minutes")}
     return {"target": target.name, "target_hash": target.hash, "template": hash_json(template), **settings}
 
 

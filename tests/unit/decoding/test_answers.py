@@ -158,3 +158,19 @@ def test_kept_states_survive_on_disk(target, tmp_path):
     (tmp_path / "states.safetensors").write_bytes(b"broken")
     with pytest.raises(UserError, match="cannot be read"):
         Online(target, cache_bytes=1).load(tmp_path / "states.safetensors")
+
+
+def test_a_budget_of_minutes(target, tmp_path, monkeypatch):
+    """Prompts that do not fit are left out, in order; a second run with the same budget answers no more, a larger one goes on."""
+    seconds = iter(range(0, 10**6, 30))  # each reading of the clock is half a minute after the last
+    monkeypatch.setattr("specdraft.decoding.answers.time.perf_counter", lambda: next(seconds))
+    monkeypatch.setattr("specdraft.decoding.answers.GROUP", 1)
+    prompts, path = [Prompt(str(i), "chat", (f"Question {i}?",)) for i in range(9)], tmp_path / "a.jsonl"
+
+    def answered(minutes):
+        config = AnswerConfig(max_new_tokens=4, batch_size=2, max_minutes=minutes)
+        return [row.id for row in answer_prompts(target, prompts, path, config)]
+
+    assert answered(1.2) == ["0", "1", "2", "3"]
+    assert answered(1.2) == ["0", "1", "2", "3"]
+    assert answered(None) == [prompt.id for prompt in prompts]
