@@ -18,6 +18,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from specdraft.config import UserError
+from specdraft.models.attention import Attention, attention_of
 from specdraft.models.cache import Append, KVCache
 
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm", "norm_f")
@@ -39,9 +40,16 @@ class GenericModel:
         return HookedCache(batch_size, max_length, len(self.layers))
 
     def forward(
-        self, input_ids: Tensor, cache: HookedCache | None, append: Append, taps: tuple[int, ...]
+        self,
+        input_ids: Tensor,
+        cache: HookedCache | None,
+        append: Append,
+        taps: tuple[int, ...],
+        attention: Attention | None = None,
     ) -> tuple[list[Tensor], Tensor]:
-        """[B,n] -> the inputs of the layers in `taps`, each [B,n,H], and the input of the final norm [B,n,H]."""
+        """[B,n] -> the inputs of the layers in `taps`, each [B,n,H], and the input of the final norm [B,n,H].
+
+        attention: what to attend with over the cache (see attention.py); None = as usual."""
         arguments = {"use_cache": False}
         if cache is not None:
             cache.append = append
@@ -52,7 +60,8 @@ class GenericModel:
                 "position_ids": positions.expand(input_ids.shape[0], -1),
                 "attention_mask": self._masks(append),
             }
-        with _inputs_of([*(self.layers[index] for index in taps), self.norm]) as inputs:
+        hooked = [*(self.layers[index] for index in taps), self.norm]
+        with _inputs_of(hooked) as inputs, attention_of(self.config, attention):
             self.trunk(input_ids=input_ids, **arguments)
         return inputs[:-1], inputs[-1]
 

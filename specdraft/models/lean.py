@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specdraft.models.attention import Attention, AttentionInputs
 from specdraft.models.cache import Append, KVCache
 from specdraft.models.layers import FrozenLinear, FrozenRMSNorm
 
@@ -85,9 +86,16 @@ class LeanModel:
         return KVCache(batch_size, max_length, len(self.layers))
 
     def forward(
-        self, input_ids: Tensor, cache: KVCache | None, append: Append, taps: tuple[int, ...]
+        self,
+        input_ids: Tensor,
+        cache: KVCache | None,
+        append: Append,
+        taps: tuple[int, ...],
+        attention: Attention | None = None,
     ) -> tuple[list[Tensor], Tensor]:
-        """[B,n] -> the inputs of the layers in `taps`, each [B,n,H], and the input of the final norm [B,n,H]."""
+        """[B,n] -> the inputs of the layers in `taps`, each [B,n,H], and the input of the final norm [B,n,H].
+
+        attention: what to attend with over the cache (see attention.py); None = as usual."""
         where = slice(append.start, append.end) if append.positions is None else append.positions
         rotary = Rotary(self.cos[where], self.sin[where])
         mask = self._mask(append)
@@ -99,7 +107,12 @@ class LeanModel:
             q, keys, values = self._project(layer, hidden, rotary)
             if cache is not None:
                 stored = cache.write(index, keys, values, append)
-            if append.is_causal:
+            attended = None
+            if attention is not None:
+                attended = attention(AttentionInputs(index, q.transpose(1, 2), *stored, mask, self.head_dim**-0.5))
+            if attended is not None:
+                attended = attended.flatten(2)
+            elif append.is_causal:
                 attended = attend_causally(q, keys, values)
             else:
                 attended = attend(q, *stored, mask)

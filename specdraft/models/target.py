@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdraft.config import UserError
 from specdraft.models import lean as lean_path
+from specdraft.models.attention import Attention, Watcher
 from specdraft.models.cache import Append, KVCache
 from specdraft.models.default_target import default_target
 from specdraft.models.generic import GenericModel
@@ -100,6 +101,7 @@ class TargetModel:
         self.is_lean = lean and lean_path.is_supported(model)
         self._layers = lean_path.LeanModel(model) if self.is_lean else GenericModel(model)
         self._head = FrozenLinear(self.head_weight)
+        self.watcher: Watcher | None = None
         self._check()
 
     @classmethod
@@ -183,6 +185,7 @@ class TargetModel:
         counts: list[int] | None = None,
         want_taps: bool = True,
         logits_for: Literal["all", "last", "none"] = "all",
+        attention: Attention | None = None,
     ) -> Step:
         """Append n tokens to every row of the cache and run them. The results are inference tensors.
 
@@ -190,11 +193,14 @@ class TargetModel:
         mask: boolean [B or 1, 1, n, end], True = may attend, end = longest row + n; by default causal.
         counts: number of real tokens of each row where `input_ids` is padded on the right: the rows grow by that many.
         logits_for: every position, the last (real) one of each row, or none.
+        attention: what the layers attend with (see attention.py); None = what the watcher says, or as usual.
         """
         assert input_ids.shape[0] == cache.batch_size, (input_ids.shape, cache.batch_size)
         n = input_ids.shape[1]
         append = cache.place(n, input_ids.device, positions, mask)
-        taps, last = self._layers.forward(input_ids, cache, append, self.tap_layers if want_taps else ())
+        if attention is None and self.watcher is not None:
+            attention = self.watcher.attention(cache, append)
+        taps, last = self._layers.forward(input_ids, cache, append, self.tap_layers if want_taps else (), attention)
         grown = [n] * cache.batch_size if counts is None else counts
         cache.lengths = [length + count for length, count in zip(cache.lengths, grown, strict=True)]
         logits = None
