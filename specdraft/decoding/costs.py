@@ -19,6 +19,17 @@ from specdraft.provenance import machine, write_json
 
 
 @dataclass
+class Hindsight:
+    """length: mean of the best lengths.   distance: mean |drafted - best|.   share_of_best: tokens a second by the measured costs
+    over those of the best lengths.   lower_bounds: share of rounds that accepted all they drafted."""
+
+    length: float
+    distance: float
+    share_of_best: float
+    lower_bounds: float
+
+
+@dataclass
 class CostTable:
     """Median seconds of a round that drafts k tokens, k = 0..K: draft[k] for all that the drafter does, verify[k] for
     the target over k+1 tokens, sample[k] for choosing tokens. alone: a whole round of the target with no drafter.
@@ -60,6 +71,41 @@ class CostTable:
             )
         speedups = [1.0] + [self.expected_speedup(k, acceptance) for k in range(1, len(acceptance) + 1)]
         return max(range(len(speedups)), key=speedups.__getitem__)
+
+    def hindsight(self, rounds: Sequence[tuple[int, int]]) -> Hindsight:
+        """The lengths that would have made the most of these rounds, (drafted, accepted) each, by the measured costs.
+
+        With length k a round that accepted a tokens gives 1 + min(k, a) of them for T(k); the lengths that maximise all tokens
+        over all seconds are those that maximise tokens - rate * T(k) in each round, at the rate that they reach (Dinkelbach).
+        Where everything drafted was accepted more might have been: such a round's length is a lower bound.
+
+        Raises:
+            UserError: no rounds, or one that drafted more than was measured.
+        """
+        longest = max((drafted for drafted, _ in rounds), default=-1)
+        if not 0 <= longest < len(self.draft):
+            raise UserError(
+                f"hindsight: got rounds of up to {longest} drafted tokens, allowed: 0 to the {len(self.draft) - 1} that the costs "
+                "cover; measure longer drafts"
+            )
+        seconds = [self.round_seconds(k) for k in range(len(self.draft))]
+        rate, lengths = 0.0, []
+        while True:
+            best = {
+                a: max(range(len(seconds)), key=lambda k, a=a: 1 + min(k, a) - rate * seconds[k])
+                for a in {accepted for _, accepted in rounds}
+            }
+            if lengths == (lengths := [best[accepted] for _, accepted in rounds]):
+                break
+            tokens = sum(1 + min(k, a) for k, (_, a) in zip(lengths, rounds, strict=True))
+            rate = tokens / sum(seconds[k] for k in lengths)
+        own = sum(1 + a for _, a in rounds) / sum(seconds[drafted] for drafted, _ in rounds)
+        return Hindsight(
+            length=sum(lengths) / len(rounds),
+            distance=sum(abs(drafted - k) for k, (drafted, _) in zip(lengths, rounds, strict=True)) / len(rounds),
+            share_of_best=own / rate,
+            lower_bounds=sum(accepted == drafted for drafted, accepted in rounds) / len(rounds),
+        )
 
     def save(self, path: Path) -> None:
         write_json(path, asdict(self))

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from specdraft.config import UserError
-from specdraft.decoding.length_policies import Fixed, LengthPolicy
+from specdraft.decoding.length_policies import DraftLaw, Fixed, LengthPolicy
+from specdraft.decoding.live_rows import Verified
 from specdraft.decoding.sampling import Sampling, draw, greedy
 from specdraft.decoding.trace import DecodeTrace, Round
 from specdraft.decoding.verify import Verdict, verify, verify_greedy
 from specdraft.decoding.vocab_policies import AllTokens, VocabPolicy
-from specdraft.models.drafter import Drafter, Proposal
+from specdraft.models.drafter import Drafter, Drawn, Proposal
 from specdraft.models.target import TargetModel
 
 DEFAULT_LENGTH = 4
@@ -68,14 +69,14 @@ def speculative_generate(
 
     Raises:
         UserError: an empty prompt, one longer than the context, ids outside the vocabulary; values outside their
-            ranges; a length policy that reads sampled tokens at T > 0.
+            ranges; a length policy that would bias sampling at T > 0.
     """
     sampling = Sampling(temperature, top_k, top_p)
     length = Fixed(DEFAULT_LENGTH) if length_policy is None else length_policy
-    if length.reads_samples and not sampling.greedy:
+    if length.bias and not sampling.greedy:
         raise UserError(
-            f"length policy {type(length).__name__}: reads sampled tokens, got temperature {temperature}, allowed: 0 "
-            "only, as it would bias the output; choose another policy"
+            f"length policy {type(length).__name__}: got temperature {temperature}, allowed: 0 only, as it would bias the "
+            f"output: {length.bias}"
         )
     prompt = check_prompt(input_ids, target)
     ending = Ending(target, len(prompt), max_new_tokens, stop, stop_ids)
@@ -124,8 +125,11 @@ def _decode(
     generator: torch.Generator | None,
     now: Callable[[], float],
 ) -> GenerateOutput:
-    def choose(logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        return sampling.choose(logits, generator)
+    def choose(logits: Tensor) -> Drawn:
+        column, law, _ = sampling.choose(logits, generator)
+        if not length.watches:
+            return Drawn(column, law)
+        return Drawn(column, law, not length.go_on(DraftLaw(logits, law, column if length.reads_samples else None)))
 
     trace = DecodeTrace(prompt_tokens=len(prompt))
     tokens: list[int] = []
@@ -137,14 +141,17 @@ def _decode(
     trace.prefill_s = now() - started
     if drafter is not None and not ending.reason:
         drafter.prefill(step.taps, torch.tensor([prompt + tokens], device=target.device))
+        vocab.begin(prompt, step.last[0], target.teacher_logits)
         trace.draft_prefill_s = now() - started - trace.prefill_s
     length.begin()
     while not ending.reason:
         start = now()
         budget = min(length.length(), ending.limit - len(tokens) - 1)  # one token of the round is the target's own
-        proposal = NOTHING_DRAFTED
+        proposal, live = NOTHING_DRAFTED, None
         if drafter is not None and budget > 0:
-            proposal = drafter.propose(budget, choose, vocab.live())
+            live = vocab.live()
+            proposal = drafter.propose(budget, choose, live)
+            proposal = proposal.first(length.keep(len(proposal.parents)))
         drafted = _check_chain(proposal, budget)
         proposed = now()
         run = torch.tensor([[tokens[-1], *drafted]], device=target.device)
@@ -154,15 +161,16 @@ def _decode(
         accepted = len(verdict.path)
         emitted = ending.take(tokens, [*drafted[:accepted], verdict.token])
         sampled = now()
+        live_rows, is_covered = 0 if live is None else len(live.ids), vocab.covers(verdict.token)
         if drafter is not None and not ending.reason:
+            kept = [0, *(node + 1 for node in verdict.path)]
+            vocab.observe(Verified(drafted, tokens[-emitted:], accepted, step.logits[0], step.last[0], kept))
             cache.crop(len(prompt) + len(tokens) - 1)  # keys and values of rejected tokens are gone (papers 9.8)
             drafter.observe(torch.tensor(tokens[-emitted:], device=target.device), step.taps[:, :emitted])
         length.observe(len(drafted), accepted)
         draft_s = proposed - start + now() - sampled
-        kept = min(accepted, emitted)
-        trace.rounds.append(
-            Round(len(drafted), kept, emitted, draft_s, proposal.head_seconds, ran - proposed, sampled - ran)
-        )
+        times = (draft_s, proposal.head_seconds, ran - proposed, sampled - ran)
+        trace.rounds.append(Round(len(drafted), min(accepted, emitted), emitted, *times, live_rows, is_covered))
     trace.tokens = len(tokens)
     trace.seconds = now() - started
     return GenerateOutput(tokens, ending.reason, trace)

@@ -261,24 +261,16 @@ class OthersCpu:
         return time.perf_counter(), times["idle"] + times.get("iowait", 0.0), sum(self.process.cpu_times()[:2])
 
 
-class _Shuffled:
+class _Shuffled(LengthPolicy):
     """Draft lengths 0..K in random order, all equally often."""
-
-    reads_samples = False
 
     def __init__(self, longest: int, seed: int):
         self.numbers, self.longest, self.waiting = random.Random(seed), longest, []
-
-    def begin(self) -> None:
-        pass
 
     def length(self) -> int:
         if not self.waiting:
             self.waiting = self.numbers.sample(range(self.longest + 1), self.longest + 1)
         return self.waiting.pop()
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        pass
 
 
 def _summarise(

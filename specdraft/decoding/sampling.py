@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specdraft.config import UserError
+from specdraft.models.drafter import Drawn
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,15 @@ class Sampling:
         law = logits.softmax(-1)
         return law if self.top_p == 1 else _nucleus(law, self.top_p)
 
-    def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor | None]:
+    def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Drawn:
         """The drafter's `Choose`: logits [1, S] -> (column [1] int64, the very law [S] that it was drawn from).
 
         Greedy gives no law (None): the draft is deterministic, a point mass, and no softmax is made.
         """
         if self.greedy:
-            return greedy(logits), None
+            return Drawn(greedy(logits), None)
         law = self.law(logits)[0]
-        return draw(law, generator), law
+        return Drawn(draw(law, generator), law)
 
 
 def greedy(logits: Tensor) -> Tensor:

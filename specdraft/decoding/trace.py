@@ -20,7 +20,8 @@ class Round:
     """drafted: tokens proposed.   accepted: of those, kept on the accepted path.   emitted: tokens the user got:
     accepted, plus one of the target's own unless the round ended the text inside the draft. Seconds: draft_s is all of
     the drafter's time, head_s the part of it in head products; verify_s the target's forward pass; sample_s making
-    laws, choosing tokens and stop checks."""
+    laws, choosing tokens and stop checks.   live: rows of the head that were live; 0 = all.   is_covered: whether the target's
+    own token (correction or bonus) could have been drafted from them."""
 
     drafted: int
     accepted: int
@@ -29,6 +30,8 @@ class Round:
     head_s: float = 0.0
     verify_s: float = 0.0
     sample_s: float = 0.0
+    live: int = 0
+    is_covered: bool = True
 
     @property
     def seconds(self) -> float:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdraft.models.drafter import Choose, Proposal
+from specdraft.models.drafter import Choose, LiveRows, Proposal
 from specdraft.models.eagle3_layer import Arithmetic, RMSNorm
 from specdraft.models.heads import LowRankHead
 from specdraft.models.layers import FrozenLinear, FrozenRMSNorm
@@ -40,10 +40,10 @@ class Chain:
         self.length += x.shape[1]
         self.q, self.residual = q[:, :, -1:], residual[:, -1:]
 
-    def propose(self, budget: int, choose: Choose, live: Tensor | None) -> Proposal:
+    def propose(self, budget: int, choose: Choose, live: LiveRows | None) -> Proposal:
         """See Drafter.propose."""
         weights, q, hidden = self.weights, self.q, self.residual
-        ids = weights.head.target_ids(live)
+        ids = weights.head.target_ids() if live is None else live.ids
         tokens, laws, head_seconds = [], [], 0.0
         for step in range(budget):
             position = self.length - 1 + step
@@ -55,11 +55,13 @@ class Chain:
             start = time.perf_counter()
             logits = weights.logits(normed[:, 0], live)
             head_seconds += time.perf_counter() - start
-            column, law = choose(logits)
+            column, law, is_last = choose(logits)
             tokens.append(column if ids is None else ids[column])
             laws.append(law)
+            if is_last:
+                break
         q = None if not laws or laws[0] is None else torch.stack(laws)
-        return Proposal(torch.cat(tokens), list(range(-1, budget - 1)), q, ids, head_seconds)
+        return Proposal(torch.cat(tokens), list(range(-1, len(tokens) - 1)), q, ids, head_seconds)
 
     def _project(self, x: Tensor, start: int) -> Tensor:
         """Rows x [1, n, 2H] at positions start..start+n-1: stores their keys and values, returns their queries [1, h, n, d]."""
@@ -103,10 +105,10 @@ class FrozenWeights(Arithmetic):
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.midlayer.mlp["down_proj"](F.silu(gate) * up)
 
-    def logits(self, hidden: Tensor, live: Tensor | None) -> Tensor:
-        """As Head.logits."""
+    def logits(self, hidden: Tensor, live: LiveRows | None) -> Tensor:
+        """[..., H] -> [..., S], or [..., n] over the live rows."""
         projected = hidden if self.down is None else self.down(hidden)
-        return self.rows(projected) if live is None else F.linear(projected, self.head.weight[live])
+        return self.rows(projected) if live is None else live.logits(projected)
 
 
 def join(*projections: nn.Linear) -> FrozenLinear:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from specdraft.data.vocab import VocabMap
 from specdraft.models.chain import Chain, FrozenWeights
-from specdraft.models.drafter import Choose, Proposal
+from specdraft.models.drafter import Choose, LiveRows, Proposal
 from specdraft.models.eagle3_layer import Arithmetic, Eagle3Config, Layer, RMSNorm, rotary_tables
 from specdraft.models.heads import Head, build_head
 
@@ -97,8 +97,8 @@ class Eagle3Drafter(nn.Module, Arithmetic):
         self._chain = Chain(self._frozen, taps, input_ids[:, 1:])
 
     @torch.inference_mode()
-    def propose(self, budget: int, choose: Choose, live: Tensor | None = None) -> Proposal:
-        """See Drafter.propose. A chain of `budget` tokens from the last row."""
+    def propose(self, budget: int, choose: Choose, live: LiveRows | None = None) -> Proposal:
+        """See Drafter.propose. A chain of at most `budget` tokens from the last row."""
         return self._chain.propose(budget, choose, live)
 
     @torch.inference_mode()

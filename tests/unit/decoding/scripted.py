@@ -9,7 +9,9 @@ from collections.abc import Callable
 
 import torch
 
+from specdraft.data.vocab import VocabMap
 from specdraft.models.drafter import Proposal
+from specdraft.models.heads import FullHead, Head, TrimmedHead
 from specdraft.models.target import Step
 
 
@@ -55,7 +57,11 @@ class ScriptedTarget:
             logits.append(self.logits(cache.tokens))
         assert len(cache.tokens) <= cache.max_length
         rows = logits if logits_for == "all" else logits[-1:]
-        return Step(torch.stack(rows)[None], torch.tensor([taps]) if want_taps else None, torch.empty(0))
+        return Step(torch.stack(rows)[None], torch.tensor([taps]) if want_taps else None, torch.stack(logits)[None])
+
+    def teacher_logits(self, last: torch.Tensor) -> torch.Tensor:
+        """A position's state is its logits."""
+        return last
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         """The naive loop: what greedy decoding must give."""
@@ -96,14 +102,29 @@ class ScriptedDrafter:
 
     def propose(self, budget, choose, live=None):
         tokens, laws, prefix = [], [], list(self.committed)
+        ids = self.ids if live is None else live.ids
         for _ in range(budget):
-            logits = self.law(prefix)
-            column, law = choose((logits if self.ids is None else logits[self.ids])[None])
-            tokens.append(int(column if self.ids is None else self.ids[column]))
+            logits = self.law(prefix)[None]
+            if live is not None:
+                logits = live.logits(logits)
+            elif ids is not None:
+                logits = logits[:, ids]
+            column, law, is_last = choose(logits)
+            tokens.append(int(column if ids is None else ids[column]))
             laws.append(law)
             prefix.append(tokens[-1])
+            if is_last:
+                break
         q = torch.stack(laws) if laws and laws[0] is not None else None
-        return Proposal(torch.tensor(tokens, dtype=torch.int64), list(range(-1, len(tokens) - 1)), q, self.ids)
+        return Proposal(torch.tensor(tokens, dtype=torch.int64), list(range(-1, len(tokens) - 1)), q, ids)
+
+
+def scripted_head(vocab_size: int = 4, ids: list[int] | None = None) -> Head:
+    """A head whose hidden state is the law's logits over the whole vocabulary: rows of the identity."""
+    vocab_map = None if ids is None else VocabMap(torch.tensor(ids), vocab_size)
+    head = FullHead(vocab_size, vocab_size) if vocab_map is None else TrimmedHead(vocab_size, vocab_map)
+    head.init_from(torch.eye(vocab_size))
+    return head.double()
 
 
 class Oracle:

@@ -169,13 +169,14 @@ def test_bad_input_gets_one_clear_line(prompt, options, message):
     assert target.forwards == 0
 
 
-def test_a_policy_that_reads_samples_is_refused_above_temperature_0():
+def test_a_policy_that_would_bias_sampling_is_refused_above_temperature_0():
     class Peeking(Fixed):
         reads_samples = True
+        bias = "it drops what it does not like"
 
     target = ScriptedTarget()
     speculative_generate(target, oracle_drafter(target), PROMPT, max_new_tokens=4, length_policy=Peeking(2))
-    with pytest.raises(UserError, match="Peeking: reads sampled tokens"):
+    with pytest.raises(UserError, match=r"Peeking: got temperature 1.0, allowed: 0 only, .*: it drops what"):
         speculative_generate(
             target, oracle_drafter(target), PROMPT, max_new_tokens=4, temperature=1.0, length_policy=Peeking(2)
         )

@@ -73,7 +73,7 @@ def test_greedy_identity_in_fp32(family, kind, drafted):
 def test_greedy_identity_with_a_live_vocabulary(kind):
     target = tiny_target()
     drafter = make_drafter(target, kind)
-    policy = FrequencyList(range(TINY_VOCAB), size=30, vocab_map=drafter.lm_head.vocab_map)
+    policy = FrequencyList(drafter.lm_head, range(TINY_VOCAB), size=30)
     for prompt in PROMPTS:
         expected = autoregressive_generate(target, prompt, max_new_tokens=25).tokens
         output = speculative_generate(target, drafter, prompt, max_new_tokens=25, vocab_policy=policy)

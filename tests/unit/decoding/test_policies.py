@@ -2,17 +2,35 @@
 
 import pytest
 import torch
-from scripted import ScriptedDrafter, ScriptedTarget
+from scripted import ScriptedDrafter, ScriptedTarget, scripted_head
 
 from specdraft.config import UserError
-from specdraft.data.vocab import VocabMap
 from specdraft.decoding.costs import CostTable
 from specdraft.decoding.generate import speculative_generate
-from specdraft.decoding.length_policies import LENGTH_POLICIES, ExpectedSpeedup, Fixed
+from specdraft.decoding.length_policies import (
+    LENGTH_POLICIES,
+    AdaEdl,
+    ConfidenceThreshold,
+    EntropyController,
+    ExpectedSpeedup,
+    Fixed,
+    Heuristic,
+    LibraSpec,
+    Svip,
+)
 from specdraft.decoding.vocab_policies import AllTokens, FrequencyList
 
 COSTS = CostTable([0.0, 0.1, 0.2, 0.3], [1.0, 1.1, 1.2, 1.3], [0.0] * 4, 1.0, "scripted", "float64", {})
-POLICIES = {"fixed": lambda: Fixed(3), "expected_speedup": lambda: ExpectedSpeedup(COSTS, [0.6, 0.5, 0.4])}
+POLICIES = {
+    "fixed": lambda: Fixed(3),
+    "heuristic": lambda: Heuristic(start=2),
+    "confidence": lambda: ConfidenceThreshold(0.5),
+    "svip": lambda: Svip(threshold=0.35),
+    "adaedl": lambda: AdaEdl(most=5),
+    "entropy": lambda: EntropyController(COSTS),
+    "expected_speedup": lambda: ExpectedSpeedup(COSTS, [0.6, 0.5, 0.4]),
+    "libraspec": lambda: LibraSpec(block=2, most=6),
+}
 
 
 @pytest.mark.parametrize("name", LENGTH_POLICIES)
@@ -74,23 +92,32 @@ def test_expected_speedup_needs_costs_for_every_position():
 
 def test_all_tokens():
     assert AllTokens().live() is None
+    assert AllTokens().covers(3)
+    head = scripted_head(10, [9, 2, 7])
+    assert [AllTokens(head).covers(token) for token in (2, 3, 9)] == [True, False, True]
 
 
-def test_a_frequency_list_gives_the_first_ids_and_keeps_one_tensor():
-    policy = FrequencyList([7, 2, 9, 4], size=3)
-    assert policy.live().tolist() == [7, 2, 9]
+def test_a_frequency_list_gives_the_first_ids_and_keeps_one_packed_copy():
+    policy = FrequencyList(scripted_head(10), [7, 2, 9, 4], size=3)
+    assert policy.live().ids.tolist() == [7, 2, 9]
     assert policy.live() is policy.live()
+    hidden = torch.randn(1, 10, dtype=torch.float64)
+    assert torch.equal(policy.live().logits(hidden), hidden[:, [7, 2, 9]])
+    assert [policy.covers(token) for token in (2, 4)] == [True, False]
 
 
 def test_a_frequency_list_on_a_trimmed_head_names_its_rows():
     """Fault 15: rows in the map's own order, never in ascending order of ids."""
-    rows = VocabMap(torch.tensor([9, 2, 7]), vocab_size=10)
-    assert FrequencyList([7, 4, 2, 9], size=2, vocab_map=rows).live().tolist() == [2, 1]
+    policy = FrequencyList(scripted_head(10, [9, 2, 7]), [7, 4, 2, 9], size=2)
+    assert policy.live().ids.tolist() == [7, 2]
+    hidden = torch.randn(1, 10, dtype=torch.float64)
+    assert torch.equal(policy.live().logits(hidden), hidden[:, [7, 2]])
 
 
 @pytest.mark.parametrize(
-    ("ids", "size", "message"), [([1, 2], 3, "got 2 ids"), ([1, 1], 2, "twice"), ([1], 0, "asked for 0")]
+    ("ids", "size", "message"),
+    [([1, 2], 3, "got 2 ids"), ([1, 1], 2, "twice"), ([1], 0, "asked for 0"), ([1, 10], 2, "ids from 1 to 10")],
 )
 def test_bad_frequency_lists_are_refused(ids, size, message):
     with pytest.raises(UserError, match=message):
-        FrequencyList(ids, size)
+        FrequencyList(scripted_head(10), ids, size)

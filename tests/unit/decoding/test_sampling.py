@@ -54,14 +54,14 @@ def test_greedy_breaks_ties_alike_for_any_number_of_rows(rows):
 def test_choose_gives_the_law_that_was_drawn_from():
     """Fault 33: the q of the ratio is the q sampled from."""
     sampling = Sampling(0.7, top_k=5, top_p=0.9)
-    column, law = sampling.choose(logits((1, 300)), torch.Generator().manual_seed(3))
+    column, law, _ = sampling.choose(logits((1, 300)), torch.Generator().manual_seed(3))
     assert torch.equal(law, sampling.law(logits((1, 300)))[0])
     assert torch.equal(column, draw(law, torch.Generator().manual_seed(3)))
     assert law[column] > 0
 
 
 def test_choose_at_temperature_0_is_deterministic_and_makes_no_law():
-    column, law = Sampling().choose(logits((1, 300)))
+    column, law, _ = Sampling().choose(logits((1, 300)))
     assert column.tolist() == logits((1, 300)).argmax(-1).tolist()
     assert law is None
 

@@ -6,6 +6,7 @@ import torch
 from specdraft.data.vocab import VocabMap
 from specdraft.decoding.sampling import greedy
 from specdraft.models.checkpoint import load_drafter, save_drafter
+from specdraft.models.drafter import Drawn
 from specdraft.models.heads import HeadConfig, LowRankHead
 from specdraft.models.initialise import DrafterConfig, new_drafter
 from specdraft.testing import TINY_VOCAB, tiny_target
@@ -88,7 +89,7 @@ def test_decoding_gives_the_unrolls_logits(target, head, flags):
 
         def choose(logits, seen=seen):
             seen.append(logits[0])
-            return greedy(logits), None
+            return Drawn(greedy(logits), None)
 
         proposal = drafter.propose(4, choose)
         assert proposal.parents == [-1, 0, 1, 2]
