@@ -23,7 +23,7 @@ from specdraft.config import UserError
 from specdraft.models import lean as lean_path
 from specdraft.models.attention import Attention, Watcher
 from specdraft.models.cache import Append, KVCache
-from specdraft.models.default_target import default_target
+from specdraft.models.default_target import PACKAGED, packaged_target
 from specdraft.models.generic import GenericModel
 from specdraft.models.layers import FrozenLinear
 from specdraft.models.load import load_model
@@ -115,12 +115,13 @@ class TargetModel:
         revision: str | None = None,
         lean: bool = True,
     ) -> TargetModel:
-        """Read a target: "default", a Hugging Face folder, a folder or file with a GGUF, or a Hub id.
+        """Read a target: "default" or another of PACKAGED, a Hugging Face folder, a folder or file with a GGUF, or a Hub id.
 
         Raises:
             UserError: not there, not a complete decoder-only model, or one whose logits we cannot reproduce.
         """
-        where = str(default_target()) if path_or_id == "default" else str(path_or_id)
+        is_packaged = path_or_id in PACKAGED and not Path(path_or_id).exists()
+        where = str(packaged_target(path_or_id)) if is_packaged else str(path_or_id)
         model, tokenizer = load_model(where, dtype, device, revision)
         return cls(model, tokenizer, Path(where).name if Path(where).exists() else where, tap_layers, lean)
 
@@ -157,7 +158,10 @@ class TargetModel:
     @torch.no_grad()
     def teacher_logits(self, last: Tensor) -> Tensor:
         """The target's own logits [..,V], in its dtype, from the input of the final norm [..,H]."""
-        logits = self._head(self.norm(last))
+        return self.scale_logits(self._head(self.norm(last)))
+
+    def scale_logits(self, logits: Tensor) -> Tensor:
+        """Products of the head's rows with the normed state -> logits: the scale and the soft cap."""
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         if self.soft_cap is not None:
