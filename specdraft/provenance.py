@@ -93,12 +93,14 @@ def others_cpu_share(seconds: float = 0.5) -> float:
 
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yields a temporary path beside `path` (file or folder) and renames it on success; on failure nothing is left."""
+    """Yields a temporary path beside `path` (file or folder) and renames it on success; on failure nothing is left. What is
+    written can be read by whom the umask allows."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
+        follow_umask(temporary)
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         os.replace(temporary, path)
@@ -108,6 +110,15 @@ def atomic_path(path: Path) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True) if temporary.is_dir() else temporary.unlink(missing_ok=True)
+
+
+def follow_umask(path: Path) -> None:
+    """Give a file, or all files of a folder, the permissions of any new file: safetensors makes its own private."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    for file in [path] if path.is_file() else path.rglob("*"):
+        if file.is_file():
+            file.chmod(file.stat().st_mode & 0o7777 | 0o666 & ~umask)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -230,7 +230,15 @@ def collate(examples: Sequence[Example], states: Sequence[States | None], target
 def plan_batches(
     lengths: Sequence[int], tokens_per_batch: int, seed: int, epoch: int, rank: int = 0, world: int = 1
 ) -> list[list[int]]:
-    """One epoch's batches for one rank, as lists of positions in `lengths`.
+    """One epoch's batches for one rank: its part of `plan_rounds`, which has the arguments and the errors."""
+    assert 0 <= rank < world, (rank, world)
+    return [together[rank] for together in plan_rounds(lengths, tokens_per_batch, seed, epoch, world)]
+
+
+def plan_rounds(
+    lengths: Sequence[int], tokens_per_batch: int, seed: int, epoch: int, world: int
+) -> list[list[list[int]]]:
+    """One epoch's batches, as lists of positions in `lengths`, in rounds: the `world` batches that the ranks take at one time.
 
     A batch has at most `tokens_per_batch` tokens, padding included. Over all ranks every example comes exactly once,
     no batch is empty, and every rank gets equally many batches, since a rank without one would hang the others. Batches
@@ -242,7 +250,6 @@ def plan_batches(
     Raises:
         UserError: fewer examples than ranks, or an example longer than `tokens_per_batch`.
     """
-    assert 0 <= rank < world, (rank, world)
     if len(lengths) < world:
         raise UserError(f"training data: got {len(lengths)} examples for {world} processes; each needs at least one")
     if max(lengths) > tokens_per_batch:
@@ -260,7 +267,7 @@ def plan_batches(
     rng.shuffle(rounds)
     for together in rounds:
         rng.shuffle(together)
-    return [together[rank] for together in rounds]
+    return rounds
 
 
 def _cost(batch: list[int], lengths: Sequence[int]) -> int:

@@ -19,9 +19,7 @@ class FrozenLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         weight, bias = weight.detach(), None if bias is None else bias.detach()
-        self.is_packed = (
-            weight.device.type == "cpu" and weight.dtype in PACKED_DTYPES and torch.backends.mkldnn.is_available()
-        )
+        self.is_packed = weight.device.type == "cpu" and can_be_packed(weight.dtype)
         self.weight = (
             torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_ROWS) if self.is_packed else weight
         )
@@ -31,6 +29,13 @@ class FrozenLinear:
         if self.is_packed:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
+
+
+def can_be_packed(dtype: torch.dtype) -> bool:
+    """Whether this CPU has oneDNN products of the dtype; older ones have none in bf16."""
+    if dtype not in PACKED_DTYPES or not torch.backends.mkldnn.is_available():
+        return False
+    return dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class FrozenRMSNorm:

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from specdraft.config import UserError
-from specdraft.provenance import atomic_path, require_disk, write_json
+from specdraft.provenance import atomic_path, follow_umask, require_disk, write_json
 
 MARK = "complete.json"
 BEST = "best.safetensors"
@@ -44,6 +44,7 @@ def save_state(output: Path, accelerator: Accelerator, step: int, state: dict[st
         accelerator.save_state(str(temporary))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
+            follow_umask(temporary)
             _mark(temporary, state)
     return folder
 

@@ -14,7 +14,6 @@ A micro-batches of a process in a step.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 import math
@@ -34,7 +33,7 @@ from tqdm import tqdm
 
 from specdraft.config import UserError, config_to_dict
 from specdraft.data.chat import Example
-from specdraft.data.source import HiddenStates, plan_batches
+from specdraft.data.source import HiddenStates, plan_batches, plan_rounds
 from specdraft.data.vocab import count_tokens
 from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.target import TargetModel
@@ -116,9 +115,7 @@ class Plan:
     def epoch(self, epoch: int) -> list[list[list[int]]]:
         """Steps of one epoch; a step is W * A batches, those of process 0 first; a batch is positions in the data."""
         config = self.config
-        plan = functools.partial(plan_batches, self.lengths, config.tokens_per_batch, config.seed, epoch)
-        by_part = [plan(part, self.parts) for part in range(self.parts)]
-        return [list(step) for step in zip(*by_part, strict=True)]
+        return plan_rounds(self.lengths, config.tokens_per_batch, config.seed, epoch, self.parts)
 
     def steps(self, start: int) -> Iterator[tuple[float, list[list[int]]]]:
         """(epochs done when the step is, its batches) from step number `start` on, without an end of its own."""

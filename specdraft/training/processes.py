@@ -6,6 +6,7 @@ file knows nothing of models or data.
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 import os
 import signal
@@ -18,6 +19,9 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType, Ini
 
 from specdraft.config import UserError
 
+# How long a collective may wait: one process measures the speedup, or answers its share longer than the others, while they
+# wait at a barrier. torch's own limit of 10 minutes (NCCL) would end such a run after all the training.
+WAIT = datetime.timedelta(hours=12)
 FSDP_ON_CPU = (
     "launch: got FSDP on a CPU, where accelerate trains unsynchronised copies; use recipes/launch/cpu2.yaml, or GPUs"
 )
@@ -36,9 +40,12 @@ def make_accelerator(mixed_precision: str, processes: int | None, tracker: str, 
     deepspeed = _flag("ACCELERATE_USE_DEEPSPEED")
     if no_device and _flag("ACCELERATE_USE_FSDP"):
         raise UserError(FSDP_ON_CPU)
-    handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
-    if no_device and deepspeed:
-        handlers.append(InitProcessGroupKwargs(backend="gloo"))
+    group = (
+        InitProcessGroupKwargs("gloo", timeout=WAIT)
+        if no_device and deepspeed
+        else InitProcessGroupKwargs(timeout=WAIT)
+    )
+    handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True), group]
     accelerator = Accelerator(
         cpu=no_device and not deepspeed,
         mixed_precision="no"

@@ -1,9 +1,11 @@
 """Files are there as a whole or not at all; hashes tell contents apart, and nothing else."""
 
 import json
+import os
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from specdraft.config import UserError
 from specdraft.provenance import atomic_path, hash_file, hash_json, hash_tensors, provenance, require_disk, write_json
@@ -24,6 +26,23 @@ def test_a_folder_is_replaced_as_a_whole(tmp_path):
             temporary.mkdir()
             (temporary / text).write_text(text)
     assert [p.name for p in (tmp_path / "d").iterdir()] == ["two"]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_files_follow_the_umask(tmp_path, umask, mode):
+    """safetensors makes its files private, alone and in folders: nobody else could load a shared checkpoint."""
+    before = os.umask(umask)
+    try:
+        with atomic_path(tmp_path / "f.safetensors") as temporary:
+            save_file({"a": torch.ones(1)}, temporary)
+        with atomic_path(tmp_path / "d") as temporary:
+            (temporary / "deep").mkdir(parents=True)
+            save_file({"a": torch.ones(1)}, temporary / "deep" / "f.safetensors")
+        assert os.umask(umask) == umask, "the process's own umask is another one now"
+    finally:
+        os.umask(before)
+    for name in ("f.safetensors", "d/deep/f.safetensors"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == mode
 
 
 def test_a_full_or_read_only_disk_is_one_line(tmp_path):

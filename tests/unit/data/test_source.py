@@ -5,7 +5,7 @@ import torch
 
 from specdraft.config import UserError
 from specdraft.data.chat import Example
-from specdraft.data.source import Online, plan_batches, run_padded, run_target
+from specdraft.data.source import Online, plan_batches, plan_rounds, run_padded, run_target
 from specdraft.testing import tiny_target
 
 
@@ -136,6 +136,7 @@ def test_plan_gives_every_example_once_and_equal_batches_per_rank(world):
     plans = [plan_batches(LENGTHS, 256, seed=1, epoch=2, rank=rank, world=world) for rank in range(world)]
     assert len({len(plan) for plan in plans}) == 1
     assert sorted(i for plan in plans for batch in plan for i in batch) == list(range(len(LENGTHS)))
+    assert [list(together) for together in zip(*plans, strict=True)] == plan_rounds(LENGTHS, 256, 1, 2, world)
     for plan in plans:
         assert all(batch and len(batch) * max(LENGTHS[i] for i in batch) <= 256 for batch in plan)
 

@@ -1,7 +1,9 @@
 """Launches that accelerate accepts and that would train wrongly in silence."""
 
+import datetime
 import os
 import signal
+import socket
 
 import pytest
 import torch
@@ -18,8 +20,8 @@ def fresh_state():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="about machines without a GPU")
 def test_fsdp_on_a_cpu_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UserError, match="FSDP on a CPU"):
         make_accelerator("no", None, "none", tmp_path)
@@ -38,13 +40,29 @@ def test_processes_that_train_alone_are_refused(monkeypatch, tmp_path):
         check_processes(accelerator, None)
 
 
+def test_processes_wait_while_one_measures(monkeypatch, tmp_path):
+    """The default group of a launched process, as torch made it: its collectives wait for hours, not for ten minutes."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    launched = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    make_accelerator("no", 1, "none", tmp_path)
+    group = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+    assert group.options._timeout >= datetime.timedelta(hours=6)
+
+
 def test_missing_tracker_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="wandb is not installed; pip install wandb"):
         make_accelerator("no", None, "wandb", tmp_path)
 
 
-def test_second_signal_acts_at_once():
+def test_second_signal_acts_at_once(request):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with Interrupt() as interrupt:
         os.kill(os.getpid(), signal.SIGINT)
         assert interrupt.signal == signal.SIGINT
