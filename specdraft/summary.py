@@ -24,9 +24,9 @@ from specdraft.training.loop import TrainConfig, TrainResult
 
 
 def training_estimate(
-    target: TargetModel, drafter: Eagle3Drafter, train: Sequence[Example], config: TrainConfig, cache_gb: float
+    target: TargetModel, drafter: Eagle3Drafter, train: Sequence[Example], config: TrainConfig, cache_gb: float | None
 ) -> str:
-    """One line: sequences, tokens, and roughly what training takes in time, memory and disk.
+    """One line: sequences, tokens, and roughly what training takes in time, memory and disk. cache_gb: for states; None = they are on disk.
 
     The time is that of the matrix products, at the speed of one large product on this device, doubled for everything else.
     """
@@ -37,14 +37,15 @@ def training_estimate(
     steps = config.objective.steps
     epoch = 6 * parameters * steps * supervised + 2 * target.head_weight.numel() * supervised
     states_gb = tokens * (len(target.tap_layers) + 1) * target.hidden_size * target.dtype.itemsize / 1e9
-    passes = (config.epochs or 1) if states_gb > cache_gb else 1
+    held_gb = min(states_gb, cache_gb) if cache_gb is not None else 0.0
+    passes = 0 if cache_gb is None else (config.epochs or 1) if states_gb > cache_gb else 1
     seconds = 2 * (epoch * (config.epochs or 1) + 2 * target_parameters * tokens * passes) / product_speed(target)
     limits = f", at most {config.max_minutes:g} by train.max_minutes" if config.max_minutes else ""
     state_gb = 12 * parameters / 1e9
     return (
         f"training: {len(train):,} sequences, {tokens:,} tokens, {supervised:,} of them supervised; "
         f"roughly {seconds / 60:.0f} minutes{limits}, "
-        f"{min(states_gb, cache_gb) + 2 * state_gb + 2:.1f} GB of memory, {(config.keep + 1) * state_gb:.1f} GB of disk"
+        f"{held_gb + 2 * state_gb + 2:.1f} GB of memory, {(config.keep + 1) * state_gb:.1f} GB of disk"
     )
 
 
@@ -131,6 +132,7 @@ def table(found: dict[str, Any]) -> str:
             f"{found['tokens_per_second']:.1f} / {found['target_tokens_per_second']:.1f}",
         ),
         ("tau, tokens per verify round (bonus included)", f"{found['tau']:.2f}"),
+        *without_loops(found),
         ("conditional acceptance by position", acceptance),
         ("held-out top-1 agreement by step, simulated", simulated),
         (
@@ -157,6 +159,15 @@ def table(found: dict[str, Any]) -> str:
         ("versions, date", f"{versions}, {found['provenance']['date']}"),
     ]
     return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows)
+
+
+def without_loops(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """The row about prompts whose answer ends in a loop; none for a summary.json of before it was measured."""
+    if "looping_prompts" not in found:
+        return []
+    name = f"tau and speedup without the {found['looping_prompts']} of {found['prompts']} prompts on which the target ends in a loop"
+    tau, speedup = found["tau_without_loops"], found["speedup_without_loops"]
+    return [(name, "-" if tau is None else f"{tau:.2f}, {speedup:.2f}x")]
 
 
 def model_card(config: dict[str, Any], target: TargetModel, found: dict[str, Any]) -> str:

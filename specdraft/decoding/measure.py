@@ -29,6 +29,7 @@ from specdraft.decoding.trace import (
     DecodeTrace,
     Round,
     conditional_acceptance,
+    ends_in_loop,
     first_divergence,
     joint_acceptance,
     mean_request_tau,
@@ -74,7 +75,9 @@ class Speedup:
     that drafted nothing are left out); rates are totals over totals, prefill included.
 
     speedup: ratio of tokens_per_second to target_tokens_per_second; low, high: 95 % bootstrap interval over prompts.
-    decode_speedup: the same without the prefills.   match_rate: share of prompts whose greedy output equals the
+    decode_speedup: the same without the prefills.   looping_prompts: those whose output by the target alone ends in a loop
+    (trace.ends_in_loop), which are easy to draft; tau_without_loops, speedup_without_loops: over the other prompts, NaN where
+    there are none.   match_rate: share of prompts whose greedy output equals the
     target's own in this dtype; NaN at T > 0.   others_cpu_share: of all cores, while it ran (0..1).   warning: empty,
     or why not to trust it.
     """
@@ -88,6 +91,9 @@ class Speedup:
     decode_speedup: float
     tau: float
     mean_request_tau: float
+    looping_prompts: int
+    tau_without_loops: float
+    speedup_without_loops: float
     conditional_acceptance: list[float]
     joint_acceptance: list[float]
     tokens_per_second: float
@@ -286,6 +292,8 @@ def _summarise(
     traces, baseline = [output.trace for output in own], [output.trace for output in alone]
     drafting = [r for trace in traces for r in trace.rounds if r.drafted]
     low, high = _interval(traces, baseline)
+    free = [i for i, output in enumerate(alone) if not ends_in_loop(output.tokens)]
+    free_traces, free_baseline = [traces[i] for i in free], [baseline[i] for i in free]
     divergences = _divergences(target, prompts, own, alone) if temperature == 0 else []
     warning = ""
     if others_cpu_share > BUSY:
@@ -300,6 +308,9 @@ def _summarise(
         decode_speedup=_round_rate(traces) / _round_rate(baseline),
         tau=tau(traces),
         mean_request_tau=mean_request_tau(traces),
+        looping_prompts=len(prompts) - len(free),
+        tau_without_loops=tau(free_traces),
+        speedup_without_loops=tokens_per_second(free_traces) / tokens_per_second(free_baseline),
         conditional_acceptance=conditional_acceptance(traces),
         joint_acceptance=joint_acceptance(traces),
         tokens_per_second=tokens_per_second(traces),

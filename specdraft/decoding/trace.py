@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 
 from torch import Tensor
 
+LOOP_REPEATS, LOOP_TOKENS = 3, 24  # what `ends_in_loop` calls a loop
+
 
 @dataclass
 class Round:
@@ -107,6 +109,19 @@ def first_divergence(one: Sequence[int], other: Sequence[int]) -> int | None:
         if a != b:
             return i
     return None if len(one) == len(other) else min(len(one), len(other))
+
+
+def ends_in_loop(tokens: Sequence[int]) -> bool:
+    """Whether an output ends by saying one thing over and over: a block of at most a third of it stands at its end at least
+    LOOP_REPEATS times in a row (the last time perhaps cut), LOOP_TOKENS tokens or more in all. Greedy decoding of small
+    models does that, and any drafter soon guesses all of it."""
+    for period in range(1, len(tokens) // LOOP_REPEATS + 1):
+        length = period  # of the longest suffix in which every token equals the one a period before
+        while length < len(tokens) and tokens[-1 - length] == tokens[-1 - length + period]:
+            length += 1
+        if length >= max(LOOP_REPEATS * period, LOOP_TOKENS):
+            return True
+    return False
 
 
 def top2_margin(logits: Tensor) -> float:

@@ -31,6 +31,15 @@ class Rounding(ScriptedTarget):
         return step
 
 
+class Looping(ScriptedTarget):
+    """Repeats four tokens after the prompts that begin with 0 or 1."""
+
+    def logits(self, prefix):
+        if prefix[0] > 1:
+            return super().logits(prefix)
+        return torch.nn.functional.one_hot(torch.tensor(2 + len(prefix) % 4), self.vocab_size).double()
+
+
 def test_numbers_of_a_perfect_drafter():
     target = ScriptedTarget(vocab_size=8)
     result = measure_speedup(target, drafter_of(target), PROMPTS, max_new_tokens=21, length_policy=Fixed(4))
@@ -51,6 +60,20 @@ def test_both_sides_are_cut_at_the_end_token():
     target = ScriptedTarget(vocab_size=8, eos=(5, 7))
     result = measure_speedup(target, drafter_of(target), PROMPTS, max_new_tokens=50, length_policy=Fixed(4))
     assert result.tokens == result.target_tokens == sum(len(target.greedy(prompt, 50)) for prompt in PROMPTS)
+
+
+def test_prompts_that_end_in_a_loop_are_set_apart():
+    """Greedy loops are easy to draft: a drafter that knows nothing else looks good on them."""
+    target = Looping(vocab_size=8)
+    drafter = ScriptedDrafter(lambda prefix: target.logits(prefix) if prefix[0] < 2 else -target.logits(prefix))
+    result = measure_speedup(target, drafter, PROMPTS, max_new_tokens=31, length_policy=Fixed(4))
+    assert result.looping_prompts == 2
+    assert result.tau_without_loops == 1
+    assert result.tau == pytest.approx((2 * 30 + 3 * 30) / (2 * 6 + 3 * 30))
+    loops_only = measure_speedup(target, drafter, PROMPTS[:2], max_new_tokens=31, length_policy=Fixed(4))
+    assert loops_only.looping_prompts == 2
+    assert loops_only.to_dict()["tau_without_loops"] is None
+    assert loops_only.to_dict()["speedup_without_loops"] is None
 
 
 def test_divergences_are_reported_with_their_margin():

@@ -11,6 +11,7 @@ from specdraft.decoding.trace import (
     Round,
     conditional_acceptance,
     ended_inside_draft,
+    ends_in_loop,
     first_divergence,
     joint_acceptance,
     mean_request_tau,
@@ -97,3 +98,26 @@ def test_first_divergence(one, other, index):
 
 def test_top2_margin():
     assert top2_margin(torch.tensor([1.0, 4.0, 3.5])) == pytest.approx(0.5)
+
+
+BLOCK = list(range(10, 18))  # 8 tokens: three of them are the least that counts
+
+
+@pytest.mark.parametrize(
+    ("tokens", "loops"),
+    [
+        ([1, 2, *BLOCK * 3], True),
+        ([1, 2, *BLOCK * 3, *BLOCK[:3]], True),  # cut inside a block
+        ([*BLOCK * 3, 9], False),  # what ends is no loop
+        ([1, *BLOCK * 2, *BLOCK[:7]], False),  # one token short of three
+        ([1, 2, *[7] * 24], True),
+        ([1, 2, *[7] * 23], False),  # too short
+        ([1, 2, *[5, 6] * 12], True),
+        ([*range(20), *range(20), *range(20)], True),
+        ([*range(20), *range(20)], False),
+        (list(range(100)), False),
+        ([], False),
+    ],
+)
+def test_what_a_loop_is(tokens, loops):
+    assert ends_in_loop(tokens) == loops
