@@ -1,6 +1,7 @@
 # make train   answers -> training -> measured speedup, in half an hour on two cores; ends in one accelerate command
 # make test    lint, then the whole suite
 # make test-speculators   the unroll and the losses against speculators, live, in a venv of its own
+# make test-deepspeed     ZeRO on two processes against one, in a venv of its own
 # make gpu     GPU tests, kernels against their references, and benchmarks on real shapes (needs a CUDA device)
 # Everything installs what it needs into .venv on first use.
 
@@ -8,7 +9,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: venv train test lint test-speculators gpu clean
+.PHONY: venv train test lint test-speculators test-deepspeed gpu clean
 
 venv: .venv/ready
 
@@ -26,7 +27,7 @@ train: .venv/ready
 	$(BIN)/accelerate launch recipes/train_slimspec.py
 
 test: .venv/ready lint
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu and not deepspeed and not speculators"
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -37,10 +38,20 @@ test-speculators: .venv/ready .venv-speculators/ready
 	.venv-speculators/bin/python tests/parity/record_speculators.py --out build/parity.safetensors
 	SPECULATORS_RECORDING=build/parity.safetensors $(BIN)/python -m pytest tests/parity/test_speculators.py
 	.venv-speculators/bin/python tests/parity/record_speculators.py --out build/parity.safetensors --seed 1 --hidden 64 --vocab 256 --draft-vocab 100
-	SPECULATORS_RECORDING=build/parity.safetensors $(BIN)/python -m pytest tests/parity/test_speculators.py
+	SPECULATORS_RECORDING=build/parity.safetensors $(BIN)/python -m pytest -m "not speculators" tests/parity/test_speculators.py
 
 .venv-speculators/ready: tests/parity/make_venv.sh
 	tests/parity/make_venv.sh $(PYTHON) .venv-speculators
+	@touch $@
+
+test-deepspeed: .venv-deepspeed/ready
+	.venv-deepspeed/bin/python -m pytest -m deepspeed
+
+# torch first: DeepSpeed looks for it while it is built.
+.venv-deepspeed/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-deepspeed
+	.venv-deepspeed/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	.venv-deepspeed/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,deepspeed]'
 	@touch $@
 
 gpu: .venv/ready
@@ -50,4 +61,4 @@ gpu: .venv/ready
 	$(BIN)/python benchmarks/decode.py --device cuda --json
 
 clean:
-	rm -rf .venv .venv-speculators build dist *.egg-info
+	rm -rf .venv .venv-speculators .venv-deepspeed build dist *.egg-info

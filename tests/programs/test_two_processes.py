@@ -1,6 +1,5 @@
 """Real launches of a tiny run: two processes against one, the launch files, a process that is killed."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -78,7 +77,7 @@ def test_killed_process_resumes_exactly(one_process, tmp_path):
         assert (tmp_path / "run" / name).read_bytes() == (one_process / name).read_bytes(), name
 
 
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+@pytest.mark.deepspeed
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_zero2_is_one_process(one_process, tmp_path, precision):
     """launch/zero2.yaml: DeepSpeed's own division, clipping and precision do what ours do; killed and resumed on the way."""

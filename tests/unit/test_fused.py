@@ -278,7 +278,6 @@ def fresh_kernels():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.usefixtures("fresh_kernels")
 @pytest.mark.parametrize(
     ("head", "config"),

@@ -114,7 +114,6 @@ def test_the_default_target_drafting_for_itself():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_a_gpu(kind):
     """Greedy identity in fp32, and one sampled output per seed, clocks read after the device."""

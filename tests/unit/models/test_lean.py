@@ -197,7 +197,6 @@ def test_what_lean_does_not_know_takes_the_generic_path(config):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_the_same_on_a_gpu(family):
     here = Case(tiny_model(family), lean=True)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_training import Config, make_trainer, small_run, tiny_examples
 
 from specdraft.config import UserError
@@ -316,9 +317,6 @@ def test_not_finite_loss_stops(accelerator, tmp_path):
 
 
 def test_tracker_gets_the_figures(accelerator, tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     AcceleratorState._reset_state(reset_partial_state=True)
     tracked = make_accelerator("no", None, "tensorboard", tmp_path)
     run(tracked, tmp_path, replace(small_run(), tracker="tensorboard"))
