@@ -20,11 +20,19 @@ from accelerate.utils import set_seed
 
 from specdraft import summary
 from specdraft.config import UserError, config_to_dict
-from specdraft.data.chat import AnswerRow, Example, answers_to_examples, check_masks
-from specdraft.data.source import Online, run_target
+from specdraft.data.chat import AnswerRow, Example, answers_to_examples, check_masks, read_answers
+from specdraft.data.shards import Shards
+from specdraft.data.source import HiddenStates, Online
 from specdraft.data.tasks import Prompt, builtin_prompts, read_prompts, split_held_out
 from specdraft.data.vocab import VocabMap, count_tokens, required_ids
-from specdraft.decoding.answers import AnswerConfig, answer_prompts, answers_key, estimate_answers, read_parts
+from specdraft.decoding.answers import (
+    AnswerConfig,
+    answer_prompts,
+    answers_key,
+    answers_to,
+    estimate_answers,
+    read_parts,
+)
 from specdraft.decoding.costs import CostTable
 from specdraft.decoding.length_policies import Fixed
 from specdraft.decoding.measure import Speedup, measure_costs, measure_speedup
@@ -67,8 +75,10 @@ def half_an_hour() -> TrainConfig:
 class RunConfig:
     """name: of the run; everything goes to output/name.   target: `default` (SmolLM2-135M-Instruct), a folder, a GGUF file or
     a Hub id.   prompts: `builtin`, or a JSONL file.   max_prompts: the first n of them; None = all.   max_length: tokens of a
-    training sequence.   cache_gb: memory, and disk, for the target's hidden states: what fits is made once, with the answers.   threads: of
-    a process on a CPU; None = all physical cores, divided by the processes of this machine."""
+    training sequence.   states: None = run the target; a folder that data_prep/extract_hidden_states.py wrote = train on its
+    answers to `prompts` and on its hidden states, answer nothing.   cache_gb: memory, and disk, for the target's hidden states:
+    what fits is made once, with the answers.   threads: of a process on a CPU; None = all physical cores, divided by the
+    processes of this machine."""
 
     name: str = "slimspec"
     output: Path = Path("runs")
@@ -76,6 +86,7 @@ class RunConfig:
     prompts: str = "builtin"
     max_prompts: int | None = 900
     max_length: int = 1024
+    states: Path | None = None
     cache_gb: float = 4.0
     threads: int | None = None
     answers: AnswerConfig = field(default_factory=lambda: AnswerConfig(max_new_tokens=160))
@@ -98,15 +109,23 @@ def run(config: RunConfig) -> None:
     check_drafter(config, target)
     train_prompts, held_out_prompts = choose_prompts(config)
 
-    states = Online(target, cache_bytes=int(config.cache_gb * 1e9))
-    rows = answer(accelerator, target, states, held_out_prompts + train_prompts, config)
+    states: HiddenStates
+    if config.states is None:
+        states = Online(target, cache_bytes=int(config.cache_gb * 1e9))
+        rows = answer(accelerator, target, states, held_out_prompts + train_prompts, config)
+    else:
+        states = Shards(config.states, target)
+        rows = stored_answers(target, config, train_prompts, held_out_prompts)
+        accelerator.print(f"answers and hidden states: {len(rows)} of {config.states}")
     train, account = answers_to_examples(in_order(rows, train_prompts), config.max_length)
     held_out, _ = answers_to_examples(in_order(rows, held_out_prompts), config.max_length)
     check_masks(train, target.tokenizer)
+    if isinstance(states, Shards):
+        states.require([*train, *held_out])
     accelerator.print(f"training answers: {account}")
 
     vocab_map = choose_vocabulary(target, train, config.head)
-    features = head_features(target, train) if config.head.kind == "lowrank" else None
+    features = head_features(states, train) if config.head.kind == "lowrank" else None
     drafter = new_drafter(target, config.drafter, config.head, vocab_map, features)
     identity = {
         "target": target.hash,
@@ -116,7 +135,8 @@ def run(config: RunConfig) -> None:
     trainer = Trainer(
         accelerator, drafter, target, states, train, held_out, config.train, folder / "training", identity
     )
-    accelerator.print(summary.training_estimate(target, drafter, train, config.train, config.cache_gb))
+    cache_gb = config.cache_gb if config.states is None else None
+    accelerator.print(summary.training_estimate(target, drafter, train, config.train, cache_gb))
     trained = trainer.run()
 
     if accelerator.is_main_process:
@@ -186,6 +206,21 @@ def answer(
     return read_parts(target, folder, prompts) if missing else known
 
 
+def stored_answers(
+    target: TargetModel, config: RunConfig, train: Sequence[Prompt], held_out: Sequence[Prompt]
+) -> dict[str, AnswerRow]:
+    """Answers that lie beside stored states, by prompt id. Raises UserError where they are not those of the prompts."""
+    path = config.states / "answers.jsonl"
+    rows = answers_to(target, read_answers(path), [*train, *held_out])
+    found = [sum(prompt.id in rows for prompt in part) for part in (train, held_out)]
+    if not all(found):
+        raise UserError(
+            f"states {path}: got answers to {found[0]} of {len(train)} training and {found[1]} of {len(held_out)} held-out prompts of "
+            f"{config.prompts}, allowed: at least 1 of each; give the prompts that the states were made from (--prompts)"
+        )
+    return rows
+
+
 def in_order(rows: dict[str, AnswerRow], prompts: Sequence[Prompt]) -> list[AnswerRow]:
     """The answers to those of `prompts` that were answered."""
     return [rows[prompt.id] for prompt in prompts if prompt.id in rows]
@@ -201,15 +236,13 @@ def choose_vocabulary(target: TargetModel, train: list[Example], head: HeadConfi
     return VocabMap.from_counts(counts, head.vocab_size, required_ids(target.tokenizer, target.eos_token_ids))
 
 
-def head_features(target: TargetModel, train: list[Example]) -> torch.Tensor:
-    """Last states of the target [N, H] at the supervised tokens of the first examples: what a whitened head is fitted on."""
+def head_features(states: HiddenStates, train: list[Example]) -> torch.Tensor:
+    """Last states of the target [N, H] from which the supervised tokens of the first examples come: what a whitened head is
+    fitted on. Examples whose states are not finite have an empty mask; training counts and reports them."""
     found, count = [], 0
     for example in train:
-        if (
-            states := run_target(target, [example])[0]
-        ) is None:  # not finite; training counts and reports such examples
-            continue
-        found.append(states.last[example.loss_mask.to(target.device)])
+        batch = states.batch([example])
+        found.append(batch.last[:, :-1][batch.loss_mask[:, 1:]])
         count += len(found[-1])
         if count >= WHITENING_TOKENS:
             break

@@ -163,14 +163,23 @@ class Shards:
         """
         return collate(examples, [self._states(example) for example in examples], self.target)
 
-    def _states(self, example: Example) -> States | None:
+    def require(self, examples: Sequence[Example]) -> None:
+        """Raises UserError unless all `examples` were extracted, as `batch` would in the middle of the work."""
+        for example in examples:
+            self._place(example)
+
+    def _place(self, example: Example) -> tuple[str, int, int] | None:
+        """File, first and last row; None where the states were not finite."""
         key = example_key(example)
         if key not in self._places:
             raise UserError(
                 f"hidden states {self.folder}: none for example {example.id!r} ({len(example.input_ids)} tokens); the data, "
                 f"the tokenizer or max_length (here {self.index['key']['max_length']}) is not that of the extraction"
             )
-        place = self._places[key]
+        return self._places[key]
+
+    def _states(self, example: Example) -> States | None:
+        place = self._place(example)
         if place is None:
             return None
         name, start, end = place

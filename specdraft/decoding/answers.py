@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
@@ -243,8 +243,13 @@ def _next_turn(target: TargetModel, conversation: Conversation, config: AnswerCo
 def read_parts(target: TargetModel, folder: Path, prompts: Sequence[Prompt]) -> dict[str, AnswerRow]:
     """Answers to `prompts` among the files part-*.jsonl of `folder`, by prompt id. An answer to another text that had the
     same id is left out."""
-    wanted = {prompt.id: prompt for prompt in prompts}
     rows = (row for path in sorted(folder.glob("part-*.jsonl")) for row in _complete_rows(path))
+    return answers_to(target, rows, prompts)
+
+
+def answers_to(target: TargetModel, rows: Iterable[AnswerRow], prompts: Sequence[Prompt]) -> dict[str, AnswerRow]:
+    """Those of `rows` that answer exactly one of `prompts`, by prompt id."""
+    wanted = {prompt.id: prompt for prompt in prompts}
     return {row.id: row for row in rows if row.id in wanted and _answers(target, row, wanted[row.id])}
 
 

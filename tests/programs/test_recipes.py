@@ -2,11 +2,14 @@
 
 import json
 import os
+import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from accelerate.state import AcceleratorState
 from safetensors import safe_open
 
 from specdraft.testing import tiny_model, tiny_tokenizer
@@ -58,6 +61,9 @@ def test_slimspec_from_prompts_to_summary(workdir):
     assert found["tau"] >= 1
     assert found["head"] == {"kind": "lowrank", "rows": 320, "width": 8}
     assert "one" in (folder / "summary.md").read_text()
+    assert 0 <= found["looping_prompts"] <= 2
+    row = f"tau and speedup without the {found['looping_prompts']} of 2 prompts on which the target ends in a loop"
+    assert all(row in path.read_text() for path in (folder / "summary.md", folder / "drafter" / "README.md"))
     assert (folder / "summary.md").read_text().strip() in done.stdout
     with safe_open(folder / "drafter" / "model.safetensors", "pt") as weights:
         names = set(weights.keys())
@@ -79,6 +85,59 @@ def test_eagle3_shares_the_pipeline(workdir, kind):
     assert done.returncode == 0, done.stderr
     found = json.loads((workdir / "runs" / kind / "summary.json").read_text())
     assert found["head"]["rows"] == {"full": 320, "trimmed": 290}[kind]
+
+
+@pytest.fixture(scope="module")
+def stored(workdir):
+    """Answers to the prompts and the states of them, made by the data programs one by one."""
+    steps = [
+        ["generate_responses.py", "--prompts=prompts.jsonl", "--generate.max-new-tokens=24", "--dtype=float32"],
+        ["extract_hidden_states.py", "--data=answers.jsonl", "--output=states", "--max-length=200", "--dtype=float32"],
+    ]
+    for program, *flags in steps:
+        done = run(f"data_prep/{program}", "--target=target", *flags, cwd=workdir)
+        assert done.returncode == 0, done.stderr
+    return workdir
+
+
+def test_training_on_stored_states(stored):
+    """Nothing is answered, and the held-out part is that of the prompts. That the states are the target's own: test_data_prep."""
+    flags = ["--max-length=200", "--states=states", "--output=out", "--name=stored"]
+    done = run("recipes/train_slimspec.py", *TINY, *flags, cwd=stored)
+    assert done.returncode == 0, done.stderr
+    assert "answers and hidden states: 120 of states" in done.stdout
+    assert not (stored / "out" / "answers").exists()
+    assert json.loads((stored / "out" / "stored" / "summary.json").read_text())["training"]["steps"] > 0
+
+
+BAD_STATES = {
+    "no folder": (["--states=nowhere"], "hidden states nowhere: no index.json"),
+    "another target": (["--target=other"], "hidden states states: made with target_hash = "),
+    "other prompts": (["--prompts=builtin"], "got answers to 0 of"),
+    "another length": (["--max-length=40"], "or max_length (here 200) is not that of the extraction"),
+    "a shard is missing": (["--states=holes"], "holes/shard-00000.safetensors: the file is missing"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_STATES)
+def test_bad_states_are_one_line_and_exit_code_2(stored, case, monkeypatch, capfd):
+    """Fault 5: states of something else are refused before training starts. In this process, since starting five is slow."""
+    flags, message = BAD_STATES[case]
+    if not (stored / "other").exists():
+        tiny_model("llama", seed=1).save_pretrained(stored / "other")
+        tiny_tokenizer().save_pretrained(stored / "other")
+        shutil.copytree(stored / "states", stored / "holes")
+        (stored / "holes" / "shard-00000.safetensors").unlink()
+    program = str(ROOT / "recipes" / "train_slimspec.py")
+    monkeypatch.chdir(stored)
+    monkeypatch.setattr(sys, "argv", [program, *TINY, "--name=bad", "--max-length=200", "--states=states", *flags])
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(program, run_name="__main__")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert stop.value.code == 2
+    assert_one_line(capfd.readouterr().err, message)
+    assert not (stored / "runs" / "bad").exists()
 
 
 BAD = [
@@ -110,10 +169,14 @@ def test_bad_input_is_one_line_and_exit_code_2(workdir, flags, message):
     (workdir / "t5" / "config.json").write_text('{"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}')
     name = "bad"
     done = run("recipes/train_slimspec.py", *TINY, f"--name={name}", *flags, cwd=workdir)
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
     assert done.returncode == 2, done.stderr
-    assert lines[-1].startswith("error: "), done.stderr
-    assert message in lines[-1]
-    assert "Traceback" not in done.stderr
+    assert_one_line(done.stderr, message)
     assert not (workdir / "runs" / name / "drafter").exists()
     assert not (workdir / "runs" / name / "summary.json").exists()
+
+
+def assert_one_line(stderr, message):
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    assert lines[-1].startswith("error: "), stderr
+    assert message in lines[-1]
+    assert "Traceback" not in stderr
