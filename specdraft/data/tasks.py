@@ -19,6 +19,8 @@ from specdraft.provenance import atomic_path, hash_json
 
 CATEGORIES = ("chat", "reasoning", "maths", "code", "translation", "summarisation", "question_answering", "retrieval")
 TEXT_KEYS = ("turns", "messages", "prompt", "text")
+MT_BENCH = "mt_bench"
+MT_BENCH_CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     - `prompt` or `text`: one user turn
 
     and may have `id` or `question_id`, `task`, `category` or `source` (the first of them is the category), `system`, `group`.
+    MT-bench's and Spec-Bench's own files are rows of `question_id`, `category` and `turns`: there MT-bench's eight categories are
+    one task, `mt_bench`, as in Spec-Bench's tables.
 
     Raises:
         UserError: a file or row that cannot be used, with the number of its line.
@@ -177,7 +181,7 @@ def _parse_row(text: str, where: str, default_id: str) -> Prompt:
         raise UserError(f"{where}: got turns {texts!r:.80}, expected texts that are not empty")
     return Prompt(
         id=_first(row, ("id", "question_id"), default_id),
-        category=_first(row, ("task", "category", "source"), "other"),
+        category=_category(row),
         turns=tuple(turns),
         system=system,
         group=row.get("group"),
@@ -198,6 +202,12 @@ def _turns_and_system(row: dict[str, Any], where: str) -> tuple[list[Any], Any]:
         raise UserError(f"{where}: got messages {row[key]!r:.60}, expected a list of objects with role and content")
     contents = {role: [m["content"] for m in row[key] if m["role"] == role] for role in ("system", "user")}
     return contents["user"], next(iter(contents["system"]), row.get("system"))
+
+
+def _category(row: dict[str, Any]) -> str:
+    category = _first(row, ("task", "category", "source"), "other")
+    is_of_mt_bench = "question_id" in row and "task" not in row and category in MT_BENCH_CATEGORIES
+    return MT_BENCH if is_of_mt_bench else category
 
 
 def _first(row: dict[str, Any], keys: tuple[str, ...], default: str) -> str:

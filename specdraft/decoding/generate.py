@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from specdraft.config import UserError
-from specdraft.decoding.length_policies import DraftLaw, Fixed, LengthPolicy
+from specdraft.decoding.length_policies import Fixed
+from specdraft.decoding.length_policy import DraftLaw, LengthPolicy
 from specdraft.decoding.live_rows import Verified
 from specdraft.decoding.sampling import Sampling, draw, greedy
 from specdraft.decoding.trace import DecodeTrace, Round

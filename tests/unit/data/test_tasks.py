@@ -106,7 +106,7 @@ def test_split_of_a_prompt_does_not_depend_on_the_others():
         ({"id": "a", "category": "chat", "turns": ["x", "y"], "system": "s"}, Prompt("a", "chat", ("x", "y"), "s")),
         ({"prompt": "Hello there"}, Prompt("file-1", "other", ("Hello there",))),
         ({"text": "Hello", "source": "web"}, Prompt("file-1", "web", ("Hello",))),
-        ({"question_id": 81, "category": "writing", "turns": ["x", "y"]}, Prompt("81", "writing", ("x", "y"))),
+        ({"question_id": 81, "category": "writing", "turns": ["x", "y"]}, Prompt("81", "mt_bench", ("x", "y"))),
         ({"id": "q", "task": "mt_bench", "category": "writing", "turns": ["x"]}, Prompt("q", "mt_bench", ("x",))),
         (
             {
@@ -198,3 +198,27 @@ def five_grams(prompt: Prompt) -> set[tuple[str, ...]]:
 
 def jaccard(a: set, b: set) -> float:
     return len(a & b) / len(a | b)
+
+
+def test_mt_bench_and_spec_bench_files_as_their_authors_publish_them(tmp_path):
+    """Two-turn questions as conversations; MT-bench's eight categories are one task of Spec-Bench."""
+    rows = [
+        {"question_id": 81, "category": "writing", "turns": ["Compose a post.", "Rewrite it."], "reference": []},
+        {"question_id": 125, "category": "coding", "turns": ["Write a program.", "Find its fault."]},
+        {"question_id": 161, "category": "translation", "turns": ["Translate: Guten Tag."]},
+        {"question_id": 401, "category": "math_reasoning", "turns": ["How many?"]},
+        {"id": "spec_bench/85", "task": "mt_bench", "category": "writing", "turns": ["One.", "Two."]},
+        {"id": "own", "category": "writing", "turns": ["One."]},
+    ]
+    path = tmp_path / "question.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = read_prompts(path)
+    assert [prompt.category for prompt in prompts] == [
+        "mt_bench",
+        "mt_bench",
+        "translation",
+        "math_reasoning",
+        "mt_bench",
+        "writing",
+    ]
+    assert prompts[0] == Prompt("81", "mt_bench", ("Compose a post.", "Rewrite it."))

@@ -86,3 +86,35 @@ def test_the_performance_model_reproduces_the_papers_table(head, rho_tau, nu, rh
     """SlimSpec's table for Llama-3.1-8B at T = 0 (papers 1)."""
     assert relative_throughput(rho_tau, nu, kappa) == pytest.approx(rho_tps, abs=0.03)
     assert relative_throughput(break_even(nu, kappa), nu, kappa) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("draft", [[0.0, 0.1, 0.2, 0.3], [0.0, 0.5, 0.6, 0.62], [0.0, 0.9, 0.1, 0.2]])
+@pytest.mark.parametrize("rounds", [[(2, 0), (3, 1), (1, 1), (3, 3)], [(1, 0)] * 5 + [(3, 3)], [(0, 0), (2, 2)]])
+def test_hindsight_is_the_best_of_all_choices_of_lengths(draft, rounds):
+    """Against every combination of lengths, costs that are not monotone included."""
+    costs = table(draft=draft, verify=[1.0, 1.05, 1.1, 1.3])
+    found = costs.hindsight(rounds)
+
+    def rate(lengths):
+        tokens = sum(1 + min(k, a) for k, (_, a) in zip(lengths, rounds, strict=True))
+        return tokens / sum(costs.round_seconds(k) for k in lengths)
+
+    best = max(rate(lengths) for lengths in itertools.product(range(4), repeat=len(rounds)))
+    own = rate([drafted for drafted, _ in rounds])
+    assert found.share_of_best == pytest.approx(own / best)
+    assert found.lower_bounds == sum(d == a for d, a in rounds) / len(rounds)
+
+
+def test_hindsight_of_rounds_that_chose_right():
+    costs = table(draft=[0.0, 0.01, 0.02, 0.03], verify=[1.0] * 4)
+    found = costs.hindsight([(3, 3), (1, 1), (2, 2)])
+    assert (found.length, found.distance, found.share_of_best, found.lower_bounds) == (2, 0, pytest.approx(1), 1)
+    late = costs.hindsight([(3, 1), (3, 1)])
+    assert (late.length, late.distance, late.lower_bounds) == (1, 2, 0)
+    assert late.share_of_best < 1
+
+
+@pytest.mark.parametrize("rounds", [[], [(2, 1), (4, 0)]])
+def test_hindsight_needs_rounds_that_the_costs_cover(rounds):
+    with pytest.raises(UserError, match="allowed: 0 to the 3"):
+        table(draft=[0.0] * 4, verify=[1.0] * 4).hindsight(rounds)

@@ -15,9 +15,9 @@ from specdraft.decoding.length_policies import (
     ExpectedSpeedup,
     Fixed,
     Heuristic,
-    LibraSpec,
     Svip,
 )
+from specdraft.decoding.libraspec import LibraSpec
 from specdraft.decoding.vocab_policies import AllTokens, FrequencyList
 
 COSTS = CostTable([0.0, 0.1, 0.2, 0.3], [1.0, 1.1, 1.2, 1.3], [0.0] * 4, 1.0, "scripted", "float64", {})
