@@ -1,13 +1,14 @@
 """`VocabMap`: which target tokens a drafter can propose, in which order; and how to choose them by frequency.
 
 Field formats: d2t [S] are OFFSETS (target id = draft id + d2t[draft id]), t2d [V] is a membership mask. The order of
-draft ids is free (here by falling count): always gather through d2t, never select with t2d. It knows nothing of heads.
+draft ids is free (here by falling count): always gather through d2t, never select with t2d. It knows nothing of heads, of
+where counts come from (token_counts.py), or of how large a map should be (vocab_size.py).
 S draft vocabulary, V target vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from specdraft.config import UserError
 from specdraft.data.chat import Example, render_prompt
 from specdraft.provenance import atomic_path, hash_tensors
 
-BYTE_TOKENS = [*pre_tokenizers.ByteLevel.alphabet(), *(f"<0x{byte:02X}>" for byte in range(256))]
+BYTE_FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]  # SentencePiece's tokens of single bytes
+BYTE_LEVEL = pre_tokenizers.ByteLevel.alphabet()  # GPT-2's
 
 
 class VocabMap:
@@ -76,7 +78,7 @@ class VocabMap:
         return cls(torch.arange(vocab_size), vocab_size)
 
     @classmethod
-    def from_counts(cls, counts: Tensor, size: int, always: Iterable[int] = (), valid: int | None = None) -> VocabMap:
+    def from_counts(cls, counts: Tensor, size: int, always: Collection[int] = (), valid: int | None = None) -> VocabMap:
         """The `always` ids and the most frequent others, `size` in all, in the order (-count, id).
 
         counts: [V] occurrences. valid: only ids below it are real tokens (default V); padded rows never enter.
@@ -84,20 +86,16 @@ class VocabMap:
         Raises:
             UserError: `size` above the real tokens or below the number of `always` ids, or an `always` id out of range.
         """
-        valid = len(counts) if valid is None else valid
-        forced = torch.tensor(sorted(set(always)), dtype=torch.int64)
-        if len(forced) and not 0 <= int(forced[0]) <= int(forced[-1]) < valid:
-            raise UserError(f"vocabulary map: required ids {forced.tolist()} must be from 0 to {valid - 1}")
-        if not max(1, len(forced)) <= size <= valid:
+        admitted = admission_order(counts, always, valid)
+        least = max(1, len(set(always)))
+        if not least <= size <= len(admitted):
             raise UserError(
-                f"vocabulary size: got {size}, allowed: {max(1, len(forced))} (end-of-turn, template and byte tokens "
-                f"are always in) to {valid}"
+                f"vocabulary size: got {size}, allowed: {least} (end-of-turn, template and byte tokens "
+                f"are always in) to {len(admitted)}"
             )
-        order = torch.argsort(counts[:valid], descending=True, stable=True)
-        is_forced = torch.zeros(valid, dtype=torch.bool)
-        is_forced[forced] = True
-        chosen = is_forced.clone()
-        chosen[order[~is_forced[order]][: size - len(forced)]] = True
+        chosen = torch.zeros(len(counts), dtype=torch.bool)
+        chosen[admitted[:size]] = True
+        order = torch.argsort(counts, descending=True, stable=True)
         return cls(order[chosen[order]], len(counts))
 
     @classmethod
@@ -148,13 +146,47 @@ class VocabMap:
         return cls.from_tensors(tensors, vocab_size, f"vocabulary map {path}")
 
 
-def require_same_map(expected: VocabMap, got: VocabMap, where: str) -> None:
-    """A head's rows mean the tokens of one map. Raises UserError for any other, of whatever size."""
+def admission_order(counts: Tensor, always: Collection[int] = (), valid: int | None = None) -> Tensor:
+    """Ids in the order in which a growing vocabulary takes them in: the `always` ids, then the others by (-count, id). The
+    first k are the members of the map of size k, for every k from the number of `always` ids on. [valid] int64
+
+    counts: [V] occurrences. valid: only ids below it are real tokens (default V); padded rows never enter.
+
+    Raises:
+        UserError: an `always` id out of range.
+    """
+    valid = len(counts) if valid is None else valid
+    forced = torch.tensor(sorted(set(always)), dtype=torch.int64)
+    if len(forced) and not 0 <= int(forced[0]) <= int(forced[-1]) < valid:
+        raise UserError(f"vocabulary map: required ids {forced.tolist()} must be from 0 to {valid - 1}")
+    order = torch.argsort(counts[:valid], descending=True, stable=True)
+    is_forced = torch.zeros(valid, dtype=torch.bool)
+    is_forced[forced] = True
+    return torch.cat([forced, order[~is_forced[order]]])
+
+
+def require_same_map(expected: VocabMap | None, got: VocabMap | None, where: str) -> None:
+    """A head's rows mean the tokens of one map (None: all of the target's, in their order). Raises UserError for any other,
+    of whatever size (fault 18)."""
     if expected != got:
         raise UserError(
-            f"{where}: got vocabulary map {got.hash} ({len(got)} of {got.vocab_size} tokens), expected {expected.hash} "
-            f"({len(expected)} of {expected.vocab_size}); use the map that the head was trained with"
+            f"{where}: got vocabulary map {_named(got)}, expected {_named(expected)}; "
+            "use the map that the head was trained with"
         )
+
+
+def require_tokens(vocab: VocabMap, needed: Iterable[int], where: str) -> None:
+    """Raises UserError where the map lacks one of the ids: without end-of-turn tokens a drafter can never end an answer (fault 16)."""
+    missing = [token for token in needed if vocab.draft_index[token] < 0]
+    if missing:
+        raise UserError(
+            f"{where}: the target's end-of-turn ids {missing} are not in vocabulary map {vocab.hash}; "
+            "build it with data_prep/build_vocab.py, where they are always in"
+        )
+
+
+def _named(vocab: VocabMap | None) -> str:
+    return "none (all tokens)" if vocab is None else f"{vocab.hash} ({len(vocab)} of {vocab.vocab_size} tokens)"
 
 
 def count_tokens(examples: Iterable[Example], vocab_size: int) -> Tensor:
@@ -180,12 +212,15 @@ def coverage(counts: Tensor, vocab: VocabMap) -> float:
     return float(counts[vocab.target_ids].sum() / counts.sum().clamp_min(1))
 
 
-def required_ids(tokenizer: Any, eos_token_ids: Sequence[int]) -> list[int]:
+def required_ids(tokenizer: Any, eos_token_ids: Sequence[int], vocab_size: int | None = None) -> list[int]:
     """Ids that every draft vocabulary needs, ascending: all end ids, special tokens, the tokens of the chat template,
-    and the tokens of single bytes. Without them a drafter could never end an answer or spell a rare character."""
+    and the tokens of single bytes. Without them a drafter could never end an answer or spell a rare character.
+
+    vocab_size: V; ids that only the tokenizer knows, from V on, are left out (Gemma-3's image token has no row in a text model)."""
     table = tokenizer.get_vocab()
-    ids = {*eos_token_ids, *tokenizer.all_special_ids, *(table[token] for token in BYTE_TOKENS if token in table)}
+    byte_tokens = BYTE_FALLBACK if BYTE_FALLBACK[0] in table else BYTE_LEVEL
+    ids = {*eos_token_ids, *tokenizer.all_special_ids, *(table[token] for token in byte_tokens if token in table)}
     if tokenizer.chat_template:
         ids |= set(render_prompt(tokenizer, [{"role": "user", "content": ""}]))
         ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.content in tokenizer.chat_template}
-    return sorted(ids)
+    return sorted(i for i in ids if vocab_size is None or i < vocab_size)

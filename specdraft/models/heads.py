@@ -24,13 +24,13 @@ class HeadConfig:
     """kind: `full` V rows; `trimmed` S rows named by a vocabulary map; `lowrank` V rows of two factors (SlimSpec).
     rank: R of a low-rank head; None = H/8.   init: where the weights start: `random`, the target's head (`svd`: its plain
     truncation; `whitened_svd`: the truncation that is best on real features). Full and trimmed heads copy rows unless `random`.
-    vocab: a trimmed head's map (vocab.safetensors); vocab_size: or its size, the map being counted from the answers."""
+    vocab: a trimmed head's map (vocab.safetensors); vocab_size: or its size (None = 8,192), the map being counted from the answers."""
 
     kind: Literal["full", "trimmed", "lowrank"] = "lowrank"
     rank: int | None = None
     init: Literal["random", "svd", "whitened_svd"] = "whitened_svd"
     vocab: str | None = None
-    vocab_size: int = 8192
+    vocab_size: int | None = None
 
 
 class Head(nn.Module):
@@ -84,19 +84,45 @@ class TrimmedHead(Head):
         """Gather the map's rows, in the map's order, from the target's head [V, H]."""
         self.weight.copy_(target_rows[self.ids.to(target_rows.device)])
 
+    @classmethod
+    def from_full(cls, head: Head, vocab_map: VocabMap) -> Head:
+        """A trained head over all of V, cut to the rows of a map, in the map's order, without training (FR-Spec, VocabTrim). Of a
+        low-rank head the rows of W_up are cut, so it stays one.
+
+        Raises:
+            UserError: a head that is trimmed already, or a map of another vocabulary.
+        """
+        if head.vocab_map is not None or len(head.weight) != vocab_map.vocab_size:
+            kind = "a trimmed head" if head.vocab_map is not None else "a head"
+            raise UserError(
+                f"trimming: got {kind} of {len(head.weight)} rows and a map for {vocab_map.vocab_size} tokens, allowed: a head with one "
+                "row for every token; give a drafter with a full or low-rank head, and a map made for its target"
+            )
+        if isinstance(head, LowRankHead):
+            trimmed: Head = LowRankHead(head.down.shape[1], vocab_map.vocab_size, len(head.down), vocab_map)
+            trimmed.down.data = head.down.detach().clone()
+        else:
+            trimmed = cls(head.weight.shape[1], vocab_map)
+        trimmed.weight.data = head.weight.detach()[vocab_map.target_ids.to(head.weight.device)]
+        return trimmed.to(head.weight.device).train(head.training).requires_grad_(head.weight.requires_grad)
+
 
 class LowRankHead(Head):
     """SlimSpec (arXiv 2605.10453): z = W_up (W_down h), over the full vocabulary, no bias, nothing between.
-    `weight` is W_up [V, R]; `down` is W_down [R, H]."""
+    `weight` is W_up [V, R]; `down` is W_down [R, H]. With a map (`TrimmedHead.from_full`) W_up has its rows only, [S, R]."""
 
-    def __init__(self, hidden_size: int, vocab_size: int, rank: int):
+    def __init__(self, hidden_size: int, vocab_size: int, rank: int, vocab_map: VocabMap | None = None):
         super().__init__()
         if not 1 <= rank <= hidden_size:
             raise UserError(
                 f"head.rank: got {rank}, allowed: 1 to the width {hidden_size}; H/8 = {hidden_size // 8} is the usual choice"
             )
         self.down = nn.Parameter(torch.randn(rank, hidden_size) * hidden_size**-0.5)
-        self.weight = nn.Parameter(torch.randn(vocab_size, rank) * 0.1 * rank**-0.5)
+        rows = vocab_size if vocab_map is None else len(vocab_map)
+        self.weight = nn.Parameter(torch.randn(rows, rank) * 0.1 * rank**-0.5)
+        if vocab_map is not None:
+            self.vocab_map = vocab_map
+            self.register_buffer("ids", vocab_map.target_ids.clone(), persistent=False)
 
     def project(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.down)
@@ -143,11 +169,34 @@ def head_rank(config: HeadConfig, hidden_size: int) -> int:
     return rank
 
 
+def check_vocabulary(config: HeadConfig) -> None:
+    """Raises UserError where a smaller vocabulary is asked of a head that has all of V, or two are asked at once (fault 19)."""
+    given = {key: getattr(config, key) for key in ("vocab", "vocab_size") if getattr(config, key) is not None}
+    for key, value in given.items():
+        if config.kind != "trimmed":
+            raise UserError(
+                f"head.{key}: got {value} with head.kind {config.kind}, which has a row for every token of the target; "
+                "choose --head.kind trimmed, or leave it out"
+            )
+    if len(given) == 2:
+        raise UserError(
+            f"head.vocab, head.vocab_size: got {config.vocab} and {config.vocab_size}, allowed: one of them"
+        )
+
+
 def build_head(config: HeadConfig, hidden_size: int, vocab_size: int, vocab_map: VocabMap | None = None) -> Head:
-    """The head that `config` names; a trimmed one needs its map. Raises UserError for a rank outside 1..H."""
+    """The head that `config` names; a trimmed one needs its map, a low-rank one may have one, a full one has none.
+
+    Raises:
+        UserError: a rank outside 1..H; a map for a full head (fault 19).
+    """
     if config.kind == "trimmed":
         assert vocab_map is not None, "a trimmed head needs a vocabulary map"
         return TrimmedHead(hidden_size, vocab_map)
     if config.kind == "full":
+        if vocab_map is not None:
+            raise UserError(
+                f"head: got a full head with a vocabulary map of {len(vocab_map)} tokens, allowed: no map; the checkpoint is corrupt"
+            )
         return FullHead(hidden_size, vocab_size)
-    return LowRankHead(hidden_size, vocab_size, head_rank(config, hidden_size))
+    return LowRankHead(hidden_size, vocab_size, head_rank(config, hidden_size), vocab_map)

@@ -6,17 +6,17 @@ training (docs/log.md has the figures). It knows nothing of data or losses; feat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from specdraft.config import UserError
-from specdraft.data.vocab import VocabMap
+from specdraft.data.vocab import VocabMap, require_same_map
 from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.eagle3_layer import Eagle3Config
-from specdraft.models.heads import HeadConfig, LowRankHead
+from specdraft.models.heads import HeadConfig, LowRankHead, TrimmedHead
 from specdraft.models.target import TargetModel
 
 
@@ -52,6 +52,38 @@ def new_drafter(
     if head.init != "random":
         init_head(drafter, target, head.init, features)
     return drafter.to(target.device).bind(target.embedding_weight)
+
+
+@torch.no_grad()
+def warm_start(drafter: Eagle3Drafter, trained: Eagle3Drafter, where: str) -> None:
+    """Take over all weights of a trained drafter; `where` names it in errors.
+
+    Raises:
+        UserError: a head over another vocabulary map, whose rows would come to mean other tokens (fault 18, with both hashes); a
+            drafter of another shape.
+    """
+    require_same_map(drafter.lm_head.vocab_map, trained.lm_head.vocab_map, where)
+    wanted = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in trained.state_dict().items()}
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            raise UserError(
+                f"{where}: {name} is {found.get(name, 'missing')}, expected {wanted.get(name, 'nothing of that name')}; "
+                "give a drafter of the same shape, or change drafter.* and head.* to its shape"
+            )
+    drafter.load_state_dict(trained.state_dict())
+
+
+def trimmed_copy(drafter: Eagle3Drafter, vocab_map: VocabMap) -> Eagle3Drafter:
+    """The same drafter with its head cut to a map's rows, without training; body weights are shared. See TrimmedHead.from_full."""
+    kind = "lowrank" if isinstance(drafter.lm_head, LowRankHead) else "trimmed"
+    head = TrimmedHead.from_full(drafter.lm_head, vocab_map)
+    copy = Eagle3Drafter(replace(drafter.config, head=replace(drafter.config.head, kind=kind)), vocab_map)
+    for name, module in drafter.named_children():
+        setattr(copy, name, head if name == "lm_head" else module)
+    for name, buffer in drafter.named_buffers(recurse=False):
+        setattr(copy, name, buffer)
+    return copy.train(drafter.training).bind(drafter.embedding)
 
 
 def eagle3_config(target: TargetModel, config: DrafterConfig, head: HeadConfig) -> Eagle3Config:

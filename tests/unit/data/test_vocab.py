@@ -1,10 +1,22 @@
+import time
+
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from specdraft.config import UserError
 from specdraft.data.chat import Example
-from specdraft.data.vocab import VocabMap, count_tokens, coverage, require_same_map, required_ids
+from specdraft.data.vocab import (
+    BYTE_FALLBACK,
+    VocabMap,
+    count_tokens,
+    coverage,
+    require_same_map,
+    require_tokens,
+    required_ids,
+)
 from specdraft.testing import tiny_tokenizer
 
 COUNTS = torch.tensor([5, 0, 7, 5, 1, 0, 9, 2])
@@ -127,3 +139,47 @@ def test_required_ids_of_a_byte_level_chat_tokenizer():
     assert set(header) <= set(ids)
     assert len([i for i in ids if len(tokenizer.convert_ids_to_tokens(i)) == 1]) == 256
     assert len(ids) < len(tokenizer)
+
+
+def test_required_ids_of_a_byte_fallback_tokenizer_without_a_template():
+    """Fault 16: SentencePiece's byte tokens are in, GPT-2's alphabet, ordinary characters there, is not; and ids that only the
+    tokenizer knows are out (Gemma-3's image token has no row in a text model)."""
+    table = {token: i for i, token in enumerate(["<pad>", "<eos>", "a", "Ġ", *BYTE_FALLBACK, "<image>"])}
+    backend = Tokenizer(models.BPE(vocab=table, merges=[], byte_fallback=True))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    assert tokenizer.chat_template is None
+    assert required_ids(tokenizer, [1], vocab_size=260) == [0, 1, *range(4, 260)]
+    assert required_ids(tokenizer, [1])[-1] == 260
+
+
+def test_required_tokens_of_a_given_map():
+    """Fault 16: a map without one of the end ids is refused, by name and hash."""
+    vocab = VocabMap(torch.tensor([3, 5]), 8)
+    require_tokens(vocab, [3, 5], "head.vocab x")
+    with pytest.raises(
+        UserError, match=rf"head.vocab x: .*end-of-turn ids \[2\] are not in vocabulary map {vocab.hash}"
+    ):
+        require_tokens(vocab, [3, 2], "head.vocab x")
+
+
+def test_a_map_and_no_map_are_different():
+    """Fault 18: a full head's rows are not a trimmed head's."""
+    vocab = VocabMap(torch.tensor([3, 5]), 8)
+    require_same_map(None, None, "warm start")
+    with pytest.raises(UserError, match=f"got vocabulary map none.*expected {vocab.hash}"):
+        require_same_map(vocab, None, "warm start")
+    with pytest.raises(UserError, match=f"got vocabulary map {vocab.hash}.*expected none"):
+        require_same_map(None, vocab, "warm start")
+
+
+def test_a_large_map_is_made_in_linear_time():
+    """V = 262,144, half of it kept: one look at each token takes milliseconds, a search for each would take hours."""
+    counts = torch.randint(0, 1000, (262144,), generator=torch.Generator().manual_seed(0))
+    start = time.process_time()
+    vocab = VocabMap.from_counts(counts, 131072, always=range(300))
+    assert VocabMap.from_tensors(vocab.tensors(), 262144) == vocab
+    assert time.process_time() - start < 20
+    others = vocab.target_ids[vocab.target_ids >= 300]
+    keys = counts[others] * 262144 - others
+    assert torch.all(keys.diff() < 0), "by falling count, then by id"
