@@ -24,7 +24,7 @@ from specdraft.data.chat import AnswerRow, Example, answers_to_examples, check_m
 from specdraft.data.shards import Shards
 from specdraft.data.source import HiddenStates, Online
 from specdraft.data.tasks import Prompt, builtin_prompts, read_prompts, split_held_out
-from specdraft.data.vocab import VocabMap, count_tokens, required_ids
+from specdraft.data.vocab import VocabMap, count_tokens, require_tokens, required_ids
 from specdraft.decoding.answers import (
     AnswerConfig,
     answer_prompts,
@@ -38,8 +38,8 @@ from specdraft.decoding.length_policies import Fixed
 from specdraft.decoding.measure import Speedup, measure_costs, measure_speedup
 from specdraft.models.checkpoint import load_drafter, save_drafter
 from specdraft.models.eagle3 import Eagle3Drafter
-from specdraft.models.heads import HeadConfig, head_rank
-from specdraft.models.initialise import DrafterConfig, eagle3_config, new_drafter
+from specdraft.models.heads import HeadConfig, check_vocabulary, head_rank
+from specdraft.models.initialise import DrafterConfig, eagle3_config, new_drafter, warm_start
 from specdraft.models.target import TargetModel
 from specdraft.provenance import hash_json, require_disk
 from specdraft.training.loop import TrainConfig, Trainer, TrainResult
@@ -47,6 +47,7 @@ from specdraft.training.objective import ObjectiveConfig
 from specdraft.training.processes import make_accelerator
 
 WHITENING_TOKENS = 16384
+TRIMMED_SIZE = 8192  # of a trimmed head, where nothing is said
 
 
 @dataclass
@@ -76,7 +77,8 @@ class RunConfig:
     """name: of the run; everything goes to output/name.   target: `default` (SmolLM2-135M-Instruct), a folder, a GGUF file or
     a Hub id.   prompts: `builtin`, or a JSONL file.   max_prompts: the first n of them; None = all.   max_length: tokens of a
     training sequence.   states: None = run the target; a folder that data_prep/extract_hidden_states.py wrote = train on its
-    answers to `prompts` and on its hidden states, answer nothing.   cache_gb: memory, and disk, for the target's hidden states:
+    answers to `prompts` and on its hidden states, answer nothing.   warm_start: a drafter folder, of the same shape and vocabulary
+    map, whose weights training starts from.   cache_gb: memory, and disk, for the target's hidden states:
     what fits is made once, with the answers.   threads: of a process on a CPU; None = all physical cores, divided by the
     processes of this machine."""
 
@@ -87,6 +89,7 @@ class RunConfig:
     max_prompts: int | None = 900
     max_length: int = 1024
     states: Path | None = None
+    warm_start: Path | None = None
     cache_gb: float = 4.0
     threads: int | None = None
     answers: AnswerConfig = field(default_factory=lambda: AnswerConfig(max_new_tokens=160))
@@ -127,6 +130,8 @@ def run(config: RunConfig) -> None:
     vocab_map = choose_vocabulary(target, train, config.head)
     features = head_features(states, train) if config.head.kind == "lowrank" else None
     drafter = new_drafter(target, config.drafter, config.head, vocab_map, features)
+    if config.warm_start is not None:
+        warm_start(drafter, load_drafter(config.warm_start, target, torch.float32), f"warm_start {config.warm_start}")
     identity = {
         "target": target.hash,
         "vocabulary map": vocab_map.hash if vocab_map else "none",
@@ -156,14 +161,16 @@ def default_threads() -> int:
 
 def check_drafter(config: RunConfig, target: TargetModel) -> None:
     """What can be wrong with the drafter is found before hours of work. Raises UserError."""
+    check_vocabulary(config.head)
     if config.head.kind == "lowrank":
         head_rank(config.head, target.hidden_size)
-    if config.head.kind == "trimmed" and config.head.vocab is not None:
-        found = VocabMap.load(Path(config.head.vocab)).vocab_size
-        if found != target.vocab_size:
+    if config.head.vocab is not None:
+        vocab = VocabMap.load(Path(config.head.vocab))
+        if vocab.vocab_size != target.vocab_size:
             raise UserError(
-                f"head.vocab {config.head.vocab}: made for {found} tokens, the target has {target.vocab_size}; build it again"
+                f"head.vocab {config.head.vocab}: made for {vocab.vocab_size} tokens, the target has {target.vocab_size}; build it again"
             )
+        require_tokens(vocab, target.eos_token_ids, f"head.vocab {config.head.vocab}")
     eagle3_config(target, config.drafter, config.head)
 
 
@@ -227,13 +234,14 @@ def in_order(rows: dict[str, AnswerRow], prompts: Sequence[Prompt]) -> list[Answ
 
 
 def choose_vocabulary(target: TargetModel, train: list[Example], head: HeadConfig) -> VocabMap | None:
-    """A trimmed head's map: the given one, or the most frequent `vocab_size` tokens of the training answers."""
+    """A trimmed head's map: the given one, or the most frequent tokens of the training answers."""
     if head.kind != "trimmed":
         return None
     if head.vocab is not None:
         return VocabMap.load(Path(head.vocab))
     counts = count_tokens(train, target.vocab_size)
-    return VocabMap.from_counts(counts, head.vocab_size, required_ids(target.tokenizer, target.eos_token_ids))
+    always = required_ids(target.tokenizer, target.eos_token_ids, target.vocab_size)
+    return VocabMap.from_counts(counts, head.vocab_size or TRIMMED_SIZE, always)
 
 
 def head_features(states: HiddenStates, train: list[Example]) -> torch.Tensor:
