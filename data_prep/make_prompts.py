@@ -3,13 +3,16 @@
 python data_prep/make_prompts.py                                                        # the built-in prompts
 python data_prep/make_prompts.py --source builtin my_prompts.jsonl --weights 1 3
 python data_prep/make_prompts.py --source hub:org/name --split train --column question  # or a local folder: hub:./folder
+HF_ENDPOINT=https://mirror HF_TOKEN=... python data_prep/make_prompts.py --source ...   # another Hub, a private data set
 
 Writes OUTPUT (all prompts), and beside it OUTPUT's .train and .held_out parts; the training programs make the same split.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +27,11 @@ USER_ROLES = ("user", "human")
 
 @dataclass
 class PromptsConfig:
-    """source: `builtin`, JSONL files, or `hub:name` data sets.   weights: shares of the sources, until one of them is used
-    up; None = all of all.   split, subset, column: of the Hub data sets; the column holds a text, a list of user turns,
-    or a list of messages.   max_rows: rows read from each Hub data set.   max_prompts: prompts kept in the end."""
+    """source: `builtin`, JSONL files, or data sets: `hub:org/name`, `hub:./folder`.   weights: shares of the sources, until one of
+    them is used up; None = all of all.   split, subset, column: of the data sets, e.g. train, main, question; subset None = its
+    default; column None = the first there is of messages, turns, prompt, text; it holds a text, a list of user turns, or a list
+    of messages.   max_rows: rows read from each data set; None = all.   max_prompts: prompts kept in the end; None = all.
+    held_out_every: one prompt in so many is held out.   output: JSONL file."""
 
     source: tuple[str, ...] = ("builtin",)
     weights: tuple[float, ...] | None = None
@@ -41,7 +46,7 @@ class PromptsConfig:
 
 def main(config: PromptsConfig) -> None:
     sources = [deduplicate(read_source(source, config)) for source in config.source]
-    prompts = deduplicate(mix(sources, config.weights))[: config.max_prompts]
+    prompts = distinct_ids(deduplicate(mix(sources, config.weights))[: config.max_prompts])
     train, held_out = split_held_out(prompts, config.held_out_every)
     parts = {"": prompts, ".train": train, ".held_out": held_out}
     for suffix, part in parts.items():
@@ -59,28 +64,52 @@ def read_source(source: str, config: PromptsConfig) -> list[Prompt]:
     return read_prompts(source)
 
 
+def distinct_ids(prompts: list[Prompt]) -> list[Prompt]:
+    """Sources may use the same ids: a later one of those gets a number behind it."""
+    taken, given = set(), []
+    for prompt in prompts:
+        names = itertools.chain([prompt.id], (f"{prompt.id}-{number}" for number in itertools.count(2)))
+        given.append(replace(prompt, id=next(name for name in names if name not in taken)))
+        taken.add(given[-1].id)
+    return given
+
+
 def hub_prompts(name: str, config: PromptsConfig) -> Iterator[Prompt]:
     """Rows one by one, in this process: tokenizers and data-set workers do not mix. Unusable rows are counted."""
-    try:
+    with one_line(name, config):
         rows = datasets.load_dataset(name, config.subset, split=config.split, streaming=True)
         columns = rows.column_names or list(next(iter(rows)))
-    except Exception as error:  # whatever the Hub client, a file system or a parser raises
-        raise UserError(
-            f"data set {name}, split {config.split}: cannot be read ({' '.join(str(error).split()):.300})"
-        ) from None
     column = config.column or next((name for name in ("messages", "turns", "prompt", "text") if name in columns), None)
     if column not in columns:
         raise UserError(f"data set {name}: got column {column}, it has {', '.join(columns)}; choose one with --column")
     skipped = 0
-    for number, row in enumerate(
-        tqdm(rows if config.max_rows is None else rows.take(config.max_rows), desc=name, unit="row")
-    ):
+    rows = rows if config.max_rows is None else rows.take(config.max_rows)
+    for number, row in enumerate(tqdm(guarded(rows, name, config), desc=name, unit="row")):
         turns, system = user_turns(row[column])
         if turns:
             yield Prompt(f"{name}/{number}", row.get("category") or Path(name).name, tuple(turns), system)
         else:
             skipped += 1
     print(f"{name}: {skipped} rows skipped, without a user text in column {column}")
+
+
+def guarded(rows: datasets.IterableDataset, name: str, config: PromptsConfig) -> Iterator[dict[str, Any]]:
+    """The rows; a connection that breaks, or a broken file, is an error of one line too."""
+    with one_line(name, config):
+        yield from rows
+
+
+@contextmanager
+def one_line(name: str, config: PromptsConfig) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever the Hub client, a file system or a parser raises
+        subset = "" if config.subset is None else f", subset {config.subset}"
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"data set {name}{subset}, split {config.split}: cannot be read ({reason:.300}); check its name, --subset, --split and "
+            "the connection, or give a local folder (hub:./folder)"
+        ) from None
 
 
 def user_turns(value: Any) -> tuple[list[str], str | None]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
+from hub_stand_in import serve
 
 from specdraft.data.chat import AnswerRow, answers_to_examples, encode_conversation, read_answers
 from specdraft.data.shards import Shards, read_index
@@ -39,6 +40,8 @@ def workdir(tmp_path_factory):
     rows[4]["question"] = rows[5]["question"] = ""
     (folder / "json").mkdir()
     write_lines(folder / "json" / "train.jsonl", rows)
+    (folder / "broken").mkdir()
+    (folder / "broken" / "train.jsonl").write_text('{"text": "One?"}\n' * 50 + '{"text": ')
     (folder / "parquet").mkdir()
     datasets.Dataset.from_list(rows).to_parquet(folder / "parquet" / "train.parquet")
     return folder
@@ -91,6 +94,101 @@ def test_hub_data_set_column_of_text(workdir, kind):
     assert {prompt.category for prompt in prompts} == {kind}
 
 
+HUB_CARD = """---
+configs:
+- config_name: main
+  default: true
+  data_files: [{split: train, path: data/train.jsonl}, {split: test, path: data/test.jsonl}]
+- config_name: more
+  data_files: [{split: train, path: more/train.jsonl}]
+---
+"""
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A Hub on this machine with one data set: two subsets, the first with two splits."""
+    folder = tmp_path_factory.mktemp("hub")
+    for path, count in {"data/train": 5, "data/test": 3, "more/train": 4}.items():
+        (folder / path).parent.mkdir(exist_ok=True)
+        rows = [
+            {"number": i, "question": f"Question {i} of {path}?", "messages": chat(f"Chat {i}")} for i in range(count)
+        ]
+        write_lines((folder / path).with_suffix(".jsonl"), rows)
+    (folder / "README.md").write_text(HUB_CARD)
+    with serve({"org/talks": folder}) as url:
+        yield {"HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "turns"),
+    [
+        (["--split=test", "--column=question"], [f"Question {i} of data/test?" for i in range(3)]),
+        (["--subset=more", "--max-rows=2", "--column=question"], [f"Question {i} of more/train?" for i in range(2)]),
+        ([], [f"Chat {i}" for i in range(5)]),  # the default subset, split and column
+    ],
+)
+def test_data_set_of_a_hub(workdir, hub, flags, turns):
+    """By its id, over HTTP."""
+    succeed("make_prompts.py", "--source=hub:org/talks", "--output=hub.jsonl", *flags, cwd=workdir, **hub)
+    assert [prompt.turns[0] for prompt in read_prompts(workdir / "hub.jsonl")] == turns
+
+
+@pytest.mark.parametrize(
+    ("source", "flags", "message"),
+    [
+        (
+            "hub:org/nothing",
+            [],
+            "data set org/nothing, split train: cannot be read (Dataset 'org/nothing' doesn't exist",
+        ),
+        (
+            "hub:org/talks",
+            ["--subset=less"],
+            "data set org/talks, subset less, split train: cannot be read (BuilderConfig 'less'",
+        ),
+        (
+            "hub:org/talks",
+            ["--column=answer"],
+            "data set org/talks: got column answer, it has number, question, messages",
+        ),
+    ],
+)
+def test_what_a_hub_does_not_have(workdir, hub, source, flags, message):
+    before = sorted(workdir.iterdir())
+    done = run("make_prompts.py", f"--source={source}", "--output=none.jsonl", *flags, cwd=workdir, **hub)
+    assert done.returncode == 2
+    assert_one_error(done.stderr, message)
+    assert {path.name for path in workdir.iterdir()} - {path.name for path in before} <= {"hf"}
+
+
+def test_ids_of_two_sources_may_collide(workdir):
+    """What is written can be read again, and every prompt is in it."""
+    write_lines(workdir / "one.jsonl", [{"id": str(i), "prompt": f"First {i}"} for i in range(4)])
+    write_lines(workdir / "two.jsonl", [{"id": str(i), "prompt": f"Second {i}"} for i in range(4)])
+    succeed("make_prompts.py", "--source", "one.jsonl", "two.jsonl", "--output=both.jsonl", cwd=workdir)
+    prompts = read_prompts(workdir / "both.jsonl")
+    assert len({prompt.id for prompt in prompts}) == len({prompt.turns for prompt in prompts}) == 8
+
+
+def test_help_says_what_a_source_is(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["make_prompts.py", "--help"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(ROOT / "data_prep" / "make_prompts.py"), run_name="__main__")
+    assert stop.value.code in (0, None)
+    words = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for phrase in (
+        "hub:org/name",
+        "--split",
+        "--subset",
+        "--column",
+        "a list of user turns",
+        "--max-rows",
+        "--weights",
+    ):
+        assert phrase in words, phrase
+
+
 def test_sources_are_mixed_by_weight(workdir):
     flags = ["--source", "mine.jsonl", "hub:./parquet", "--weights", "1", "3", "--max-prompts=16", "--max-rows=30"]
     succeed("make_prompts.py", *flags, "--output=mixed.jsonl", cwd=workdir)
@@ -139,6 +237,8 @@ BAD = {
     "missing prompts": ("make_prompts.py", ["--source=nowhere.jsonl"], "nowhere.jsonl"),
     "missing data set": ("make_prompts.py", ["--source=hub:./nowhere"], "data set ./nowhere, split train"),
     "missing split": ("make_prompts.py", ["--source=hub:./json", "--split=test"], "split test"),
+    "no connection": ("make_prompts.py", ["--source=hub:org/name"], "data set org/name, split train: cannot be read ("),
+    "broken rows": ("make_prompts.py", ["--source=hub:./broken"], "data set ./broken, split train: cannot be read ("),
     "missing column": ("make_prompts.py", ["--source=hub:./json", "--column=prompt"], "it has question, messages"),
     "weights": ("make_prompts.py", ["--source=mine.jsonl", "--weights", "1", "2"], "weights"),
     "missing data": ("extract_hidden_states.py", ["--target=target", "--data=nowhere.jsonl"], "nowhere.jsonl"),
