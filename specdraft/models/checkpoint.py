@@ -63,7 +63,7 @@ def load_drafter(
     """Read a checkpoint folder for use with `target`, in the target's dtype and on its device unless told otherwise.
 
     Raises:
-        UserError: not a drafter folder; a drafter of another target; a corrupt or incomplete checkpoint; a bad vocabulary map.
+        UserError: not a drafter folder; a drafter of another target, or of other layers of it; a corrupt or incomplete checkpoint; a bad vocabulary map.
     """
     folder = Path(folder)
     config = read_config(folder)
@@ -83,6 +83,11 @@ def load_drafter(
             )
         weights = {name: tensor for name, tensor in weights.items() if name not in ("d2t", "t2d")}
     drafter = Eagle3Drafter(config_from_dict(Eagle3Config, config["drafter"], f"{folder}/config.json"), vocab_map)
+    if drafter.config.tap_layers != target.tap_layers:
+        raise UserError(
+            f"drafter {folder}: reads the target's layers {drafter.config.tap_layers}, this target gives {target.tap_layers}; "
+            f"load it with tap_layers={drafter.config.tap_layers}"
+        )
     _load_exactly(drafter, weights, folder)
     drafter.to(dtype=dtype or target.dtype, device=device or target.device).eval().requires_grad_(False)
     return drafter.bind(target.embedding_weight)

@@ -1,0 +1,115 @@
+"""Talks to a running vLLM or SGLang server: completions of token ids, and what the server counted of its drafts.
+
+It knows nothing of prompts, of targets or of how servers are started.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from typing import Any
+
+from specdraft.config import UserError
+
+SAMPLE = re.compile(r"^(\w+:\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
+VLLM = "vllm:spec_decode_num_"
+
+
+@dataclass
+class Completion:
+    """text; tokens: new ones, by the server's count; seconds: from request to answer."""
+
+    text: str
+    tokens: int
+    seconds: float
+
+
+def request(url: str, timeout: float, body: dict[str, Any] | None = None) -> str:
+    """GET, or POST of JSON. Raises UserError: unreachable, cut off, or an error of the server's."""
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        asked = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=timeout) as answer:
+            return answer.read().decode()
+    except urllib.error.HTTPError as error:
+        said = " ".join(error.read().decode(errors="replace").split())[:200]
+        raise UserError(f"server {url}: answered {error.code} ({said or error.reason})") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise UserError(f"server {url}: cannot be reached ({reason}); start it, or give its --url") from None
+    except Exception as error:  # http.client's, which are no OSError: an answer cut short
+        raise UserError(f"server {url}: broke off ({type(error).__name__}); look at its log") from None
+
+
+def parse(text: str, url: str) -> dict[str, Any]:
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise UserError(f"server {url}: its answer is not JSON; is it vLLM or SGLang?") from None
+
+
+def only_model(url: str, timeout: float) -> str:
+    """The name of the model that the server has."""
+    found = parse(request(f"{url}/v1/models", timeout), url).get("data") or []
+    if len(found) != 1:
+        raise UserError(f"server {url}: has {len(found)} models, name one with --model")
+    return found[0]["id"]
+
+
+def complete(
+    url: str, model: str, prompt: list[int], max_new_tokens: int, temperature: float, timeout: float
+) -> Completion:
+    """One request, not streamed. prompt: token ids."""
+    body = {"model": model, "prompt": prompt, "max_tokens": max_new_tokens, "temperature": temperature}
+    start = time.perf_counter()
+    answer = parse(request(f"{url}/v1/completions", timeout, body), url)
+    seconds = time.perf_counter() - start
+    try:
+        return Completion(answer["choices"][0]["text"], answer["usage"]["completion_tokens"], seconds)
+    except (KeyError, IndexError, TypeError):
+        raise UserError(f"server {url}: its answer has no text or no token count; is it vLLM or SGLang?") from None
+
+
+def counters(url: str, timeout: float) -> dict[str, Any]:
+    """What the server counted up to now: `server`, and for vLLM drafts, accepted (by position); for SGLang its mean accepted length."""
+    try:
+        text = request(f"{url}/metrics", timeout)
+    except UserError:  # SGLang without --enable-metrics
+        text = ""
+    samples = SAMPLE.findall(text)
+    if any(name.startswith("vllm:") for name, _, _ in samples):
+        found: dict[str, Any] = {"server": "vLLM", "drafts": 0.0, "positions": {}}
+        for name, labels, value in samples:
+            if name == VLLM + "drafts_total":
+                found["drafts"] += float(value)
+            elif name == VLLM + "accepted_tokens_per_pos_total":
+                position = int(re.search(r'position="(\d+)"', labels)[1])
+                found["positions"][position] = found["positions"].get(position, 0.0) + float(value)
+        return found
+    lengths = [float(value) for name, _, value in samples if name == "sglang:spec_accept_length"]
+    if not lengths and not samples:
+        try:
+            states = parse(request(f"{url}/get_server_info", timeout), url).get("internal_states") or []
+        except UserError:
+            return {"server": "unknown"}
+        lengths = [state["avg_spec_accept_length"] for state in states if "avg_spec_accept_length" in state]
+    return {"server": "SGLang", "accept_length": lengths[0] if lengths and lengths[0] else None}
+
+
+def vllm_acceptance(before: dict[str, Any], after: dict[str, Any]) -> tuple[float | None, list[float]]:
+    """tau = 1 + accepted / drafts, and the acceptance of each position given the one before. None, [] where nothing was drafted."""
+    reached = after["drafts"] - before["drafts"]
+    if not reached:
+        return None, []
+    accepted = [after["positions"][i] - before["positions"].get(i, 0.0) for i in sorted(after["positions"])]
+    tau, acceptance = 1 + sum(accepted) / reached, []
+    for count in accepted:
+        if not reached:
+            break
+        acceptance.append(count / reached)
+        reached = count
+    return tau, acceptance
