@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specdraft.config import UserError
-from specdraft.data.chat import AnswerRow, Example, follow_up, read_answers, render_prompt
+from specdraft.data.chat import AnswerRow, Example, follow_up, read_answers, render_prompt, tokenizer_hash
 from specdraft.data.source import States
 from specdraft.data.tasks import Prompt
 from specdraft.decoding.sampling import Sampling, draw
@@ -285,9 +285,9 @@ def estimate_answers(target: TargetModel, prompts: Sequence[Prompt], config: Ans
 
 def answers_key(target: TargetModel, config: AnswerConfig) -> dict[str, object]:
     """What an answer depends on, its prompt apart."""
-    template = None if target.tokenizer is None else target.tokenizer.chat_template
     settings = {name: value for name, value in asdict(config).items() if name not in ("batch_size", "max_minutes")}
-    return {"target": target.name, "target_hash": target.hash, "template": hash_json(template), **settings}
+    hashes = {"target_hash": target.hash, "tokenizer_hash": tokenizer_hash(target.tokenizer)}
+    return {"target": target.name, **hashes, **settings}
 
 
 def _resume(target: TargetModel, prompts: Sequence[Prompt], path: Path, config: AnswerConfig) -> dict[str, AnswerRow]:

@@ -89,6 +89,20 @@ def test_another_configuration_is_refused(target, tmp_path):
         answer_prompts(target, PROMPTS[:1], tmp_path / "a.jsonl", AnswerConfig(max_new_tokens=13))
 
 
+@pytest.mark.parametrize("part", ["template", "words"])
+def test_another_tokenizer_is_refused(target, tmp_path, part):
+    """Fault 5: the same weights, and a tokenizer or a template that makes other ids of the same text."""
+    answer_prompts(target, PROMPTS[:1], tmp_path / "a.jsonl", CONFIG)
+    changed = tiny_target("llama", dtype=torch.float32)
+    if part == "template":
+        changed.tokenizer.chat_template += " "
+    else:
+        changed.tokenizer.add_tokens(["sea and"])
+    assert changed.hash == target.hash
+    with pytest.raises(UserError, match="was made with tokenizer_hash = "):
+        answer_prompts(changed, PROMPTS[:1], tmp_path / "a.jsonl", CONFIG)
+
+
 def test_two_turns_are_one_conversation(target, tmp_path):
     """The second turn follows the first answer's own ids, never re-encoded ones."""
     ending = tiny_target("llama", dtype=torch.float32)
