@@ -132,7 +132,8 @@ class LowRankHead(Head):
         """The best rank-R stand-in for the target's head W [V, H]: the least expected error sum_v f_v (z_v - z'_v)^2 of the logits.
 
         With features of second moment C = E[h h^T] [H, H] and D = diag(f), that is the R-truncated SVD of D^1/2 W C^1/2; its right
-        factor V_R gives W_down = V_R^T C^-1/2 and W_up = W C^1/2 V_R, so that the projected features have unit variance. Near the
+        factor V_R gives W_down = c V_R^T C^-1/2 and W_up = W C^1/2 V_R / c; c makes the entries of both as large, so that a step of
+        Adam, which is as large for every weight, changes one factor as much as the other. Near the
         target's law KL is 1/2 Var_p(z - z'), so f = how often the target says each token [V] is the weight to choose; and since a
         constant added to all logits changes nothing, W is centred by its f-weighted mean row first. Without C and f this is the
         plain SVD of W. (papers 1, initialisations b and c; the weight is ours: docs/log.md.)
@@ -152,8 +153,10 @@ class LowRankHead(Head):
             weighted = share * rows
         gram = root @ (rows.T @ weighted) @ root
         right = torch.linalg.eigh(gram).eigenvectors[:, -len(self.down) :].flip(-1)
-        self.down.copy_(right.T @ inverse_root)
-        self.weight.copy_(rows @ (root @ right))
+        down, up = right.T @ inverse_root, rows @ (root @ right)
+        c = (up.square().mean() / down.square().mean()) ** 0.25
+        self.down.copy_(c * down)
+        self.weight.copy_(up / c)
 
 
 HEADS = {"full": FullHead, "trimmed": TrimmedHead, "lowrank": LowRankHead}

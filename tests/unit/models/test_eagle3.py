@@ -160,6 +160,7 @@ def test_the_low_rank_head_starts_at_the_best_factors(target):
     def error(frequency_, covariance_):
         head = LowRankHead(target.hidden_size, TINY_VOCAB, 8)
         head.init_from(rows, covariance_, frequency_)
+        torch.testing.assert_close(head.down.square().mean(), head.weight.square().mean())  # balanced
         made = head.logits(features).detach()
         made = made - (made * share).sum(-1, keepdim=True)
         return float(((made - centred) ** 2 * share).sum() / (centred**2 * share).sum())
