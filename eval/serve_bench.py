@@ -1,0 +1,166 @@
+"""Runs prompts against a running vLLM or SGLang server: tokens per second, latency, and what the server counted of its drafts.
+
+python eval/serve_bench.py --url http://localhost:8000 --output target_alone.json       # a server without a drafter
+python eval/serve_bench.py --url http://localhost:8000 --baseline target_alone.json     # with one: speedup, equal texts, acceptance
+
+Prompts go as token ids, rendered as the library renders them, so that both sides read the same. The server's counters are read
+before and after (vLLM: /metrics; SGLang: /metrics with --enable-metrics, else /get_server_info): other traffic spoils them.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from specdraft.config import UserError, config_to_dict, run_program
+from specdraft.data.chat import render_prompt
+from specdraft.data.tasks import builtin_prompts, read_prompts, split_held_out
+from specdraft.export.server import Completion, complete, counters, only_model, vllm_acceptance
+from specdraft.models.default_target import default_target
+from specdraft.provenance import provenance, write_json
+
+
+@dataclass
+class ServeConfig:
+    """url: of the server, without /v1.   target: for its tokenizer.   prompts: a JSONL file; `builtin` = held-out built-in ones.
+    count, max_new_tokens, temperature: of the requests.   concurrency: requests at a time.   model: as the server calls it; None = its
+    only one.   output: JSON file for figures and texts.   baseline: such a file of a run without a drafter.   timeout: seconds for
+    one request."""
+
+    url: str = "http://localhost:8000"
+    target: str = "default"
+    prompts: str = "builtin"
+    count: int = 20
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    concurrency: int = 1
+    model: str | None = None
+    output: Path | None = None
+    baseline: Path | None = None
+    timeout: float = 600.0
+    json: bool = False
+
+
+@dataclass
+class Served:
+    """tokens_per_second: of all requests together, prompts included in the time.   tau: tokens per verify round; conditional_acceptance:
+    of each drafted position, given the one before; both by the server's counters: None, [] where it gives none."""
+
+    server: str
+    model: str
+    requests: int
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    median_latency_s: float
+    tau: float | None = None
+    conditional_acceptance: list[float] = field(default_factory=list)
+    speedup: float | None = None
+    match_rate: float | None = None
+    texts: list[str] = field(default_factory=list)
+
+
+def main(config: ServeConfig) -> None:
+    baseline = read_baseline(config.baseline)
+    prompts = choose_prompts(config)
+    url = config.url.rstrip("/").removesuffix("/v1")
+    model = config.model or only_model(url, config.timeout)
+    options = (config.max_new_tokens, config.temperature, config.timeout)
+    complete(url, model, prompts[0], *options)  # warm-up; counted on neither side
+    before = counters(url, config.timeout)
+    start = time.perf_counter()
+    with ThreadPoolExecutor(config.concurrency) as pool:
+        answers = list(pool.map(lambda prompt: complete(url, model, prompt, *options), prompts))
+    seconds = time.perf_counter() - start
+    served = summarise(model, answers, seconds, before, counters(url, config.timeout), baseline)
+    print(report(served))
+    record = {"config": config_to_dict(config), "provenance": provenance(), **asdict(served)}
+    if config.output is not None:
+        write_json(config.output, record)
+    if config.json:
+        print(json.dumps(record))
+
+
+def choose_prompts(config: ServeConfig) -> list[list[int]]:
+    """Token ids of the prompts."""
+    if config.concurrency < 1 or config.count < 1:
+        raise UserError(f"count, concurrency: got {config.count}, {config.concurrency}, allowed: at least 1")
+    where = str(default_target()) if config.target == "default" else config.target
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where)
+    except Exception as error:  # whatever a foreign file makes a parser raise
+        raise UserError(
+            f"target {where}: its tokenizer cannot be read ({' '.join(str(error).split())[:160]})"
+        ) from None
+    source = split_held_out(builtin_prompts())[1] if config.prompts == "builtin" else read_prompts(Path(config.prompts))
+    chosen = source[: config.count]
+    return [render_prompt(tokenizer, [{"role": "user", "content": prompt.turns[0]}]) for prompt in chosen]
+
+
+def read_baseline(path: Path | None) -> dict[str, Any] | None:
+    if path is None:
+        return None
+    try:
+        found = json.loads(path.read_text())
+        return {"texts": found["texts"], "tokens_per_second": found["tokens_per_second"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"baseline {path}: is not a file that --output wrote ({type(error).__name__})") from None
+
+
+def summarise(
+    model: str,
+    answers: list[Completion],
+    seconds: float,
+    before: dict[str, Any],
+    after: dict[str, Any],
+    baseline: dict[str, Any] | None,
+) -> Served:
+    texts, tokens = [answer.text for answer in answers], sum(answer.tokens for answer in answers)
+    served = Served(
+        server=after["server"],
+        model=model,
+        requests=len(answers),
+        tokens=tokens,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds,
+        median_latency_s=statistics.median(answer.seconds for answer in answers),
+        texts=texts,
+    )
+    if served.server == "vLLM":
+        served.tau, served.conditional_acceptance = vllm_acceptance(before, after)
+    elif served.server == "SGLang":
+        served.tau = after["accept_length"]
+    if baseline is not None:
+        if len(baseline["texts"]) != len(texts):
+            raise UserError(
+                f"baseline: has {len(baseline['texts'])} texts, this run {len(texts)}; give both the same --count"
+            )
+        served.speedup = served.tokens_per_second / baseline["tokens_per_second"]
+        served.match_rate = sum(a == b for a, b in zip(texts, baseline["texts"], strict=True)) / len(texts)
+    return served
+
+
+def report(served: Served) -> str:
+    lines = [
+        f"{served.server}, {served.model}: {served.tokens_per_second:.1f} tokens/s over {served.requests} requests "
+        f"({served.tokens:,} tokens in {served.seconds:.1f} s), median latency {served.median_latency_s:.2f} s"
+    ]
+    if served.tau is not None:
+        acceptance = ", ".join(f"{alpha:.2f}" for alpha in served.conditional_acceptance) or "not given"
+        lines.append(f"tau {served.tau:.2f} tokens a verify round; conditional acceptance by position: {acceptance}")
+    else:
+        lines.append("the server counted no drafts")
+    if served.speedup is not None:
+        lines.append(f"{served.speedup:.2f}x over the baseline; {100 * served.match_rate:.0f} % of the texts equal")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_program(main, ServeConfig)

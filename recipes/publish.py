@@ -1,0 +1,171 @@
+"""Writes a drafter as an engine's folder with a model card, and publishes it on the Hugging Face Hub if asked to.
+
+python recipes/publish.py --drafter runs/slimspec/drafter --repo my-org/my-drafter            # dry run: only writes the folder
+python recipes/publish.py --drafter runs/slimspec/drafter --repo my-org/my-drafter --push     # and uploads it
+python recipes/publish.py --drafter runs/slimspec/drafter --factors                           # two factors: vLLM with our plugin
+python recipes/publish.py --drafter runs/slimspec/drafter --repo my-org/my-drafter --format sglang --revision sglang --push
+
+The token is the Hub client's own: HF_TOKEN, or `hf auth login`. It is never asked for here.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub import metadata_load, model_info
+
+from specdraft import summary
+from specdraft.config import UserError, run_program
+from specdraft.export.card import Publication, model_card
+from specdraft.export.folder import require_replaceable
+from specdraft.export.formats import EXPORTS
+from specdraft.export.hub import explain, publish, require_repository
+from specdraft.models.checkpoint import load_drafter, read_config, save_drafter
+from specdraft.models.default_target import HUB_ID, LICENSE
+from specdraft.models.eagle3 import Eagle3Drafter
+from specdraft.models.target import TargetModel
+from specdraft.provenance import write_json
+
+
+@dataclass
+class PublishConfig:
+    """drafter: a checkpoint folder.   target: as the recipes take it.   repo: owner/name.   format: whose folder; `specdraft` is our own
+    checkpoint.   factors: keep a low-rank head as two factors (eagle3).   output: where the folder is written.   push: upload it;
+    without, nothing leaves this machine.   revision, private: branch, and visibility of a new repository.   base_model,
+    target_revision, license: of the target, where they are not known from it.   summary: the run's summary.json; None = the one
+    beside the drafter, if it is there."""
+
+    drafter: Path = Path("runs/slimspec/drafter")
+    target: str = "default"
+    repo: str = ""
+    format: Literal["eagle3", "speculators", "sglang", "specdraft"] = "eagle3"
+    factors: bool = False
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    output: Path = Path("build/publish")
+    push: bool = False
+    revision: str = "main"
+    private: bool = False
+    base_model: str | None = None
+    target_revision: str | None = None
+    license: str | None = None
+    summary: Path | None = None
+
+
+def main(config: PublishConfig) -> None:
+    repo = config.repo or f"local/{config.drafter.absolute().parent.name}"
+    require_repository(repo)
+    if config.push and not config.repo:
+        raise UserError("repo: got none, needed with --push; give owner/name")
+    if config.factors and config.format != "eagle3":
+        raise UserError(f"factors: allowed with --format eagle3 only, got {config.format}")
+    read_config(config.drafter)
+    if config.output.absolute() == config.drafter.absolute():
+        raise UserError(f"output: got the drafter's own folder {config.output}; give another")
+    require_replaceable(config.output)
+    base_model = hub_name(config)
+    licence = config.license or target_license(config, base_model)
+    target = TargetModel.load(config.target, revision=config.target_revision)
+    drafter = load_drafter(config.drafter, target)
+    provenance = json.loads((config.drafter / "provenance.json").read_text())
+    publication = Publication(
+        repo=repo,
+        revision=config.revision,
+        format=config.format,
+        factors=config.factors,
+        base_model=base_model,
+        base_revision=config.target_revision,
+        license=licence,
+        measured=measured(config, target),
+        run=provenance.pop("run", {}),
+        provenance=provenance,
+    )
+    write(config, drafter, target, base_model, model_card(publication, drafter, target), provenance, publication.run)
+    files = sorted(path for path in config.output.iterdir() if path.is_file())
+    listing = ", ".join(f"{path.name} ({path.stat().st_size / 1e6:.1f} MB)" for path in files)
+    where = f"{repo}, {'private' if config.private else 'public'} if new, branch {config.revision}"
+    if not config.push:
+        print(f"dry run: {config.output} holds {listing}\nnothing was uploaded; with --push it goes to {where}")
+        return
+    print(f"uploading to {where}: {listing}")
+    print("published:", publish(config.output, repo, revision=config.revision, private=config.private))
+
+
+def write(
+    config: PublishConfig,
+    drafter: Eagle3Drafter,
+    target: TargetModel,
+    base_model: str,
+    card: str,
+    provenance: dict[str, Any],
+    run: dict[str, Any],
+) -> None:
+    """The folder of `config.format` at `config.output`, with its card."""
+    dtype = getattr(torch, config.dtype)
+    if config.format == "specdraft":
+        save_drafter(config.output, drafter, target, card, run, dtype)
+        return
+    options = {"factors": config.factors} if config.format == "eagle3" else {}
+    if config.format == "speculators":
+        options["verifier"] = base_model
+    EXPORTS[config.format](drafter, target, config.output, dtype=dtype, **options)
+    write_json(config.output / "provenance.json", {**provenance, "run": run})
+    (config.output / "README.md").write_text(card)
+
+
+def hub_name(config: PublishConfig) -> str:
+    """The target's name on the Hub. Raises UserError for a target of which only a folder is known."""
+    if config.base_model is not None:
+        return config.base_model
+    if config.target == "default":
+        return HUB_ID
+    if Path(config.target).expanduser().exists():
+        raise UserError(
+            f"base_model: the target is {config.target}, which others do not have; give its Hub id, --base-model owner/name"
+        )
+    return config.target
+
+
+def target_license(config: PublishConfig, base_model: str) -> str:
+    """From the target's own card. Raises UserError where there is none to be read."""
+    found = None
+    folder = Path(config.target).expanduser()
+    if base_model == HUB_ID:
+        found = LICENSE
+    elif folder.is_dir() and (folder / "README.md").exists():
+        found = (metadata_load(folder / "README.md") or {}).get("license")
+    elif not folder.exists():
+        try:
+            card = model_info(base_model, revision=config.target_revision).card_data
+        except Exception as error:  # see hub.py
+            raise UserError(
+                f"license: the card of {base_model} cannot be read: {explain(error)}; give --license"
+            ) from None
+        found = None if card is None else card.get("license")
+    if not found:
+        raise UserError(f"license: {base_model} says none, and a drafter carries its target's; give it with --license")
+    return found
+
+
+def measured(config: PublishConfig, target: TargetModel) -> str:
+    """The table of the run's summary.json, with its hardware; or that there is none."""
+    path = config.summary or config.drafter.absolute().parent / "summary.json"
+    try:
+        found = json.loads(path.read_text())
+        return f"{summary.describe(target, found)}\n\n{summary.table(found)}"
+    except OSError:
+        if config.summary is not None:
+            raise UserError(f"summary {path}: cannot be read; give the summary.json of the drafter's run") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"summary {path}: is not one of a run ({type(error).__name__}: {error}); give another"
+        ) from None
+    print(f"warning: there is no {path}: the card will say that nothing was measured")
+    return "Not measured."
+
+
+if __name__ == "__main__":
+    run_program(main, PublishConfig)
