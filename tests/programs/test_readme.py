@@ -1,4 +1,4 @@
-"""Every command of the README names a program that is there, with flags that it takes."""
+"""Every command of the README and of the how-tos names a program that is there, with flags that it takes."""
 
 import importlib.util
 import inspect
@@ -13,7 +13,8 @@ from specdraft.config import parse_config
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```\n(.*?)```", README, flags=re.DOTALL)
+HOW_TOS = (ROOT / "docs" / "vocabulary.md").read_text()
+BLOCKS = re.findall(r"^```\w*\n(.*?)^```", README + HOW_TOS, flags=re.DOTALL | re.MULTILINE)
 COMMANDS = [line.split(" #")[0] for block in BLOCKS for line in block.splitlines() if ".py" in line]
 
 
@@ -23,6 +24,7 @@ def test_the_readme_has_commands():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_its_flags_are_taken(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
     words = shlex.split(command)
     at = next(i for i, word in enumerate(words) if word.endswith(".py"))
     for word in words[1:at]:
