@@ -145,7 +145,7 @@ def row_head(target: TargetModel, rows: int) -> Callable[[Tensor], Tensor]:
 
 
 def rank_head(target: TargetModel, rank: int) -> Callable[[Tensor], Tensor]:
-    down, up = FrozenLinear(target.head_weight[:rank]), FrozenLinear(target.head_weight[:, :rank])
+    down, up = FrozenLinear(target.head_weight[:rank]), FrozenLinear(target.head_weight[:, :rank].contiguous())
     return lambda hidden: up(down(hidden))
 
 
