@@ -110,8 +110,8 @@ def test_parts_add_up(target, mean, weights):
     torch.testing.assert_close(sum(sums for _, sums in parts), whole_sums)
 
 
-def test_out_of_vocabulary_is_a_miss(target):
-    """Fault 29: with every row's argmax forced right wherever the draft vocabulary has it, tau is still bounded by coverage."""
+def test_labels_out_of_the_vocabulary_are_counted(target):
+    """Fault 29: labels without a row are counted; that they are misses is shown in test_losses, test_fused and test_vocabulary."""
     examples = tiny_examples(6, seed=5)
     drafter = make_drafter(target, "trimmed")
     _, sums = run(Objective(drafter, target, ObjectiveConfig(steps=STEPS)), target, examples, count(examples))
