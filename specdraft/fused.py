@@ -45,6 +45,7 @@ from specdraft.losses import (
     cap_logits,
     math_dtype,
     product_dtype,
+    raise_logits,
 )
 
 logger = logging.getLogger(__name__)
@@ -148,7 +149,7 @@ def _run(
         spec = _spec(teacher, config, len(rows), math_dtype(projected), want)
         plan = _plan(teacher, rows, pairs, chunk, spec)
         target = _TargetSide(teacher, len(rows), len(pairs.rows), plan, spec)
-        drafter = _DrafterSide(projected, rows, pairs, coefficient, labels, plan, spec)
+        drafter = _DrafterSide(projected, rows, pairs, coefficient, labels, plan, spec, teacher.raised)
         for start, stop in _chunks(pairs.ends, plan):
             law = target.law(start, pairs.rows[start:stop])
             for first in range(pairs.ends[start], pairs.ends[stop], plan.block):
@@ -269,7 +270,9 @@ class _TargetSide:
         for first in range(0, n, step):
             part = slice(first, first + step if self.plan.compiled else min(first + step, n))
             log_p = None if self.log_p is None else self.log_p[part]
-            sums = self.kernel(self.logits[part], self.columns, self.teacher.target_ids, self.p[part], log_p)
+            sums = self.kernel(
+                self.logits[part], self.columns, self.teacher.target_ids, self.teacher.raised, self.p[part], log_p
+            )
             self.sums[part] = torch.cat(sums, 1)
         sums = _TargetSums(*self.sums.split(1, 1))
         log_own, log_kept = sums.own_total.log(), sums.kept.log()
@@ -293,8 +296,10 @@ class _DrafterSide:
         labels: Tensor,
         plan: _Plan,
         spec: _Spec,
+        raised: Tensor | None,
     ):
         draft, width = rows.shape
+        self.raised = raised
         self.rows, self.pairs, self.plan, self.spec = rows, pairs, plan, spec
         self.states = projected.reshape(-1, width)
         self.logits = rows.new_empty(plan.block, draft)
@@ -322,9 +327,8 @@ class _DrafterSide:
             part = slice(start, start + step if self.plan.compiled else min(start + step, n))
             at = slice(first + part.start, first + part.stop)
             out = None if self.gradient is None else self.gradient[part]
-            sums = self.kernel(
-                self.logits[part], law, index[part], self.label[at], self.coefficient[at], self.columns, out
-            )
+            pairs = (index[part], self.label[at], self.coefficient[at])
+            sums = self.kernel(self.logits[part], law, *pairs, self.columns, self.raised, out)
             self.sums[at] = torch.cat(sums, 1)
         if self.grad_states is not None:
             self.grad_states[place] = _times_rows(self.gradient[:n], self.rows).to(self.grad_states.dtype)
@@ -381,6 +385,7 @@ class _Spec(NamedTuple):
     logit_scale: float
     soft_cap: float | None
     trimmed: bool
+    is_raised: bool
     math: torch.dtype
     want_states: bool
     want_rows: bool
@@ -399,6 +404,7 @@ def _spec(teacher: TeacherRows, config: LossConfig, draft: int, math: torch.dtyp
         logit_scale=teacher.logit_scale,
         soft_cap=teacher.soft_cap,
         trimmed=teacher.target_ids is not None,
+        is_raised=teacher.raised is not None,
         math=math,
         want_states=want[0],
         want_rows=want[1],
@@ -454,12 +460,18 @@ class _TargetSums(NamedTuple):
 
 def _target_kernel(spec: _Spec) -> Callable:
     def kernel(
-        logits: Tensor, columns: Tensor, target_ids: Tensor | None, out_p: Tensor, out_log_p: Tensor | None
+        logits: Tensor,
+        columns: Tensor,
+        target_ids: Tensor | None,
+        raised: Tensor | None,
+        out_p: Tensor,
+        out_log_p: Tensor | None,
     ) -> _TargetSums:
-        """logits [L, V]; columns [1, V] = 0..V-1; target_ids [S]. Writes p_S and log p_S to `out_*` [L, S]."""
+        """logits [L, V]; columns [1, V] = 0..V-1; target_ids, raised [S]. Writes p_S and log p_S to `out_*` [L, S]."""
         z = _temper(cap_logits(logits.to(spec.math), spec.logit_scale, spec.soft_cap), spec.temperature)
+        best = _first(z == z.amax(-1, keepdim=True), columns)
+        z = raise_logits(z, raised)
         top, e, total = _exp_total(z)
-        best = _first(z == top, columns)
         own_top, own_total = top, total
         if spec.trimmed:
             z = z[:, target_ids]
@@ -487,20 +499,23 @@ def _drafter_kernel(spec: _Spec) -> Callable:
         label: Tensor,
         coefficient: Tensor,
         columns: Tensor,
+        raised: Tensor | None,
         out: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """logits [L, S]; index [L] rows of the law; label, coefficient [L]; columns [1, S] = 0..S-1.
+        """logits [L, S]; index [L] rows of the law; label, coefficient [L]; columns [1, S] = 0..S-1; raised [S].
 
         Returns total, alpha, argmax and the sum of each term, all [L, 1]; writes d(coefficient * row loss)/d(logits) to `out` [L, S].
         """
         z = _temper(logits.to(spec.math), spec.temperature)
+        best = _first(z == z.amax(-1, keepdim=True), columns)
+        z = raise_logits(z, raised)
         top, e, total = _exp_total(z)
         law = _Law(*(x if x is None else x[index] for x in law))
         q, centred = e * (1 / total), z - top
         p_true = law.p * law.mass if spec.trimmed else law.p
         alpha = torch.minimum(p_true, q).sum(-1, keepdim=True)
         rows = _Rows(law, p_true, q, centred, total, alpha, label[:, None], columns, spec)
-        sums, gradient = [total, alpha, _first(z == top, columns)], None
+        sums, gradient = [total, alpha, best], None
         for name, weight in spec.terms:
             term_sum, term_gradient = CLOSED_FORMS[name].rows(rows)
             term_gradient = term_gradient if weight == 1.0 else weight * term_gradient

@@ -178,6 +178,8 @@ class TeacherRows:
     index: [K, M] int64, the row of `last` that is the teacher of (k, m); anything where (k, m) is not supervised.
     target_ids: [S] int64, target ids of the draft columns; None = all of 0..V-1.
     soft_cap: c of c tanh(logits / c) (Gemma-2), or None.   logit_scale: a factor (Cohere, Granite).
+    raised: [S], added to the tempered logits of both sides where columns stand for others (training/sampled.py; then target_ids
+    is None); `hit` and the argmax are of the logits before.
     """
 
     last: Tensor
@@ -186,6 +188,7 @@ class TeacherRows:
     target_ids: Tensor | None = None
     logit_scale: float = 1.0
     soft_cap: float | None = None
+    raised: Tensor | None = None
 
 
 @dataclass
@@ -220,7 +223,7 @@ def plain_draft_loss(
     at = teacher.index[rows]
     log_p = log_p[at]
     logits = product(projected[rows], weight).to(log_p.dtype)
-    log_q = (logits / config.temperature).log_softmax(-1)
+    log_q = raise_logits(logits / config.temperature, teacher.raised).log_softmax(-1)
     values = row_losses(log_p, log_q, log_mass[at], labels[rows], config)
     with torch.no_grad():
         alpha = scatter(acceptance(log_p, log_q), valid)
@@ -236,7 +239,7 @@ def teacher_law(teacher: TeacherRows, temperature: float, dtype: torch.dtype) ->
     with torch.autocast(teacher.last.device.type, enabled=False):
         logits = teacher.last.to(teacher.head_weight.dtype) @ teacher.head_weight.T
     logits = cap_logits(logits.to(dtype), teacher.logit_scale, teacher.soft_cap)
-    log_p = (logits / temperature).log_softmax(-1)
+    log_p = raise_logits(logits / temperature, teacher.raised).log_softmax(-1)
     best = logits.argmax(-1)
     if teacher.target_ids is None:
         return log_p, torch.zeros_like(log_p[:, 0]), best
@@ -248,6 +251,10 @@ def cap_logits(logits: Tensor, scale: float, cap: float | None) -> Tensor:
     """cap * tanh(scale * logits / cap)."""
     logits = logits * scale if scale != 1.0 else logits
     return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def raise_logits(logits: Tensor, raised: Tensor | None) -> Tensor:
+    return logits if raised is None else logits + raised
 
 
 def product(states: Tensor, weight: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from specdraft.losses import LossConfig, TeacherRows
 from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.target import TargetModel
 from specdraft.training.metrics import row_sums
-from specdraft.training.sampled import ColumnSample, states
+from specdraft.training.sampled import ColumnSample
 
 
 @dataclass
@@ -55,19 +55,11 @@ class Objective(nn.Module):
     def __init__(
         self, drafter: Eagle3Drafter, target: TargetModel, config: ObjectiveConfig, counts: Tensor | None = None
     ):
-        """counts [V]: how often each target id is supervised in the training data; needed for `sampled_vocab`.
-
-        Raises:
-            UserError: `sampled_vocab` for a target that caps its logits.
-        """
+        """counts [V]: how often each target id is supervised in the training data; needed for `sampled_vocab`."""
         super().__init__()
         self.drafter, self.target, self.config = drafter, target, config
         vocab_map = drafter.lm_head.vocab_map
         self.draft_index = None if vocab_map is None else vocab_map.draft_index.to(target.device)
-        if config.sampled_vocab and target.soft_cap is not None:
-            raise UserError(
-                f"objective.sampled_vocab: got {config.sampled_vocab} for {target.name}, which caps its logits; allowed: 0"
-            )
         self.by_frequency = None
         if 0 < config.sampled_vocab < len(drafter.lm_head.weight):
             counts = counts if vocab_map is None else counts[vocab_map.target_ids]
@@ -90,8 +82,11 @@ class Objective(nn.Module):
         teacher, weight = self.teacher(last, rows), head.weight
         if self.training and self.by_frequency is not None:
             sample = ColumnSample.draw(self.by_frequency, labels, self.config.sampled_vocab)
-            projected, weight, labels = states(projected), sample.rows(weight), sample.labels(labels)
-            teacher = self.sampled_teacher(teacher, sample)
+            weight, labels, teacher = (
+                weight[sample.columns],
+                sample.labels(labels),
+                self.sampled_teacher(teacher, sample),
+            )
         config = self.config
         out = fused_draft_loss(projected, weight, teacher, rows.valid, share, labels, config.loss, config.chunk)
         return out.loss, row_sums(rows.valid, out.row_loss, out.alpha, out.hit, labels < 0)
@@ -107,8 +102,7 @@ class Objective(nn.Module):
     def sampled_teacher(self, teacher: TeacherRows, sample: ColumnSample) -> TeacherRows:
         """The same rows over the sample's columns only; the law that was renormalised on a trimmed vocabulary stays so."""
         ids = sample.columns if teacher.target_ids is None else teacher.target_ids[sample.columns]
-        rows = replace(sample, columns=ids).rows(teacher.head_weight, teacher.logit_scale)
-        return replace(teacher, last=states(teacher.last), head_weight=rows, target_ids=None)
+        return replace(teacher, head_weight=teacher.head_weight[ids], target_ids=None, raised=sample.raised)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ no longer depends on V, and rows that nobody says are still held down. Evaluatio
 
 Importance-sampled softmax (arXiv 1412.2007), on both sides of a distillation loss. This file knows nothing of models or losses.
 
-Letters: S sampled columns, V draft vocabulary, D width of a row.
+Letters: S sampled columns, V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 ALWAYS = 7 / 8  # share of the sample that labels and frequent columns take; the rest is drawn
@@ -24,8 +23,8 @@ ALWAYS = 7 / 8  # share of the sample that labels and frequent columns take; the
 
 @dataclass(frozen=True)
 class ColumnSample:
-    """columns: [S] int64, of the draft vocabulary.   raised: [S] fp32, what is added to their logits.   place: [V] int64, where
-    in the sample each column stands, -1 = not in it."""
+    """columns: [S] int64, of the draft vocabulary.   raised: [S] fp32, what is added to their logits (after a temperature).
+    place: [V] int64, where in the sample each column stands, -1 = not in it."""
 
     columns: Tensor
     raised: Tensor
@@ -51,15 +50,6 @@ class ColumnSample:
         place[columns] = torch.arange(len(columns), device=columns.device)
         return cls(columns, raised, place)
 
-    def rows(self, weight: Tensor, scale: float = 1.0) -> Tensor:
-        """weight [V, D] -> [S, D+1]: against states from `states`, logits (before a factor `scale`) with what is added to them."""
-        return torch.cat([weight[self.columns], (self.raised / scale).to(weight.dtype)[:, None]], dim=1)
-
     def labels(self, labels: Tensor) -> Tensor:
         """Columns of the vocabulary -> of the sample; -1 stays."""
         return torch.where(labels < 0, -1, self.place[labels])
-
-
-def states(projected: Tensor) -> Tensor:
-    """[..., D] -> [..., D+1], to be multiplied with `ColumnSample.rows`."""
-    return F.pad(projected, (0, 1), value=1.0)

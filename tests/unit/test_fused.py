@@ -62,6 +62,20 @@ def test_equals_the_plain_loss(head, name, position):
         assert_equal(arguments, config, ChunkConfig(max_rows=3, compile="off"), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize(
+    ("name", "temperature", "compile"),
+    [*((name, t, "off") for name in LOSSES for t in (1.0, 1.7)), ("forward_kl", 1.0, "on")],
+)
+def test_equals_the_plain_loss_over_raised_columns(name, temperature, compile):
+    """Columns that stand for others: both sides are raised after the temperature, the argmax is of the logits before."""
+    arguments = problem("lowrank", torch.float64)
+    raised = torch.where(torch.rand(V) < 0.5, 2.5, 0.0).double()
+    arguments = (*arguments[:2], replace(arguments[2], raised=raised), *arguments[3:])
+    assert_equal(
+        arguments, LossConfig({name: 1.0}, temperature), ChunkConfig(max_rows=3, compile=compile), rtol=1e-9, atol=1e-11
+    )
+
+
 @pytest.mark.parametrize("head", ["full", "trimmed", "lowrank"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_equals_the_plain_loss_in_fp32(head, name):
