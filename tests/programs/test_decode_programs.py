@@ -1,4 +1,4 @@
-"""eval/lossless.py and benchmarks/decode.py as users run them, on a tiny pair."""
+"""eval/lossless.py, eval/bench.py and benchmarks/decode.py as users run them, on a tiny pair."""
 
 import json
 import os
@@ -6,12 +6,13 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from specdraft.decoding.measure import Divergence
+from specdraft.decoding.check import GreedyCheck
+from specdraft.decoding.length_policies import LENGTH_POLICIES
+from specdraft.decoding.vocab_policies import VOCAB_POLICIES
 from specdraft.models.checkpoint import save_drafter
 from specdraft.models.heads import HeadConfig
 from specdraft.models.initialise import DrafterConfig, new_drafter
@@ -31,6 +32,8 @@ def workdir(tmp_path_factory):
     torch.manual_seed(0)
     useful = new_drafter(target, DrafterConfig(), HeadConfig("full", init="svd"))
     save_drafter(folder / "useful", useful, target, "", {}, torch.float32)
+    low = new_drafter(target, DrafterConfig(), HeadConfig("lowrank", rank=8, init="random"))
+    save_drafter(folder / "low", low, target, "", {}, torch.float32)
     torch.nn.init.zeros_(useful.norm.weight)  # all logits equal: token 0 always
     save_drafter(folder / "useless", useful, target, "", {}, torch.float32)
     rows = [{"turns": [f"Write {i} words about the sea."]} for i in range(6)]
@@ -49,36 +52,140 @@ def lossless(workdir, *flags):
 
 
 def test_a_lossless_pair_passes(workdir):
-    done = lossless(workdir, "--drafter=useful", "--json")
+    done = lossless(workdir, "--drafter=useful", "--count=4", "--max-new-tokens=32", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["breaks"] == []
-    assert result["results"]["float32"]["match_rate"] == 1
-    assert result["results"]["float32"]["tau"] > 1
-    assert result["results"]["bfloat16"]["dtype"] == "bfloat16"
+    sides = {f"{name}/fixed" for name in VOCAB_POLICIES} | {f"all/{name}" for name in LENGTH_POLICIES}
+    for dtype in ("float32", "bfloat16"):
+        assert set(result["results"][dtype]) == sides
+    assert all(side["match_rate"] == 1 for side in result["results"]["float32"].values())
+    assert result["results"]["float32"]["all/fixed"]["tau"] > 1
 
 
 def test_zero_acceptance_is_a_break(workdir):
     """A broken drafter is still lossless (papers 9.6): the check must not be content with that."""
     done = lossless(workdir, "--drafter=useless", "--quick", "--dtypes", "float32")
     assert done.returncode == 1
-    assert "BREAK: float32: none of the first drafted tokens was accepted" in done.stdout
-    assert "100% of 4 outputs equal" in done.stdout
+    assert "BREAK: float32, all/fixed: none of the first drafted tokens was accepted" in done.stdout
+    assert "float32, nanospec/fixed: 100% of 2 outputs equal" in done.stdout
 
 
 @pytest.mark.parametrize(("margin", "breaks"), [(1e-4, 0), (0.5, 1)])
 def test_a_divergence_that_rounding_does_not_explain_is_a_break(capsys, margin, breaks):
-    result = SimpleNamespace(
-        match_rate=0.5,
-        prompts=2,
-        tau=1.5,
-        conditional_acceptance=[0.5],
-        speedup=1.0,
-        divergences=[Divergence(1, 7, margin)],
-    )
+    side = GreedyCheck(2, 0.5, [{"request": "q1", "index": 7, "margin": margin}], 1.5, 5, 10, True)
     report = runpy.run_path(str(ROOT / "eval" / "lossless.py"))["report"]
-    assert len(report("float32", result)) == breaks
-    assert f"prompt 1 parts at new token 7, top-2 margin {margin}" in capsys.readouterr().out
+    assert len(report("float32", "all/fixed", side)) == breaks
+    assert f"float32, all/fixed: q1 parts at new token 7, top-2 margin {margin}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("accepted", "tried", "is_plain", "breaks"), [(0, 3, False, 0), (0, 3, True, 1), (0, 20, False, 1)]
+)
+def test_no_acceptance_is_a_break_where_enough_was_tried(accepted, tried, is_plain, breaks):
+    side = GreedyCheck(2, 1.0, [], 1.0, accepted, tried, is_plain)
+    report = runpy.run_path(str(ROOT / "eval" / "lossless.py"))["report"]
+    assert len(report("float32", "all/svip", side)) == breaks
+
+
+def test_every_pair_of_policies(workdir):
+    flags = ("--drafter=useful", "--quick", "--every-pair", "--dtypes", "float32")
+    done = lossless(workdir, *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pairs = [f"float32, {vocab}/{length}:" for vocab in VOCAB_POLICIES for length in LENGTH_POLICIES]
+    assert all(any(line.startswith(pair) for line in done.stdout.splitlines()) for pair in pairs)
+
+
+BENCH = (
+    "--target=target",
+    "--dtype=float32",
+    "--prompts=questions.jsonl",
+    "--output=bench",
+    "--max-new-tokens=12",
+    "--repeats=2",
+    "--cost-prompts=2",
+    "--cost-tokens=24",
+    "--policies.most=3",
+    "--policies.drafted=3",
+)
+
+
+def bench(workdir, *flags):
+    return run("eval/bench.py", *BENCH, *flags, cwd=workdir)
+
+
+QUESTIONS = [
+    {"question_id": 81, "category": "writing", "turns": ["Write of the sea.", "Again."]},
+    {"question_id": 200, "category": "qa", "turns": ["What is wind?"]},
+]
+
+
+def read_results(workdir):
+    return [json.loads(line) for line in (workdir / "bench" / "results.jsonl").read_text().splitlines()]
+
+
+def test_the_benchmark(workdir):
+    """Drafters x policies x tasks, the target alone always among them; then a second run, which goes on from the first, at one
+    temperature more."""
+    (workdir / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    flags = ("--drafters", "useful", "low", "--vocab", "all", "nanospec")
+    done = bench(workdir, *flags)
+    assert done.returncode == 0, done.stderr
+    assert "3 requests of 2 prompts; 0 turns left out" in done.stdout
+    lines = read_results(workdir)
+    names = ["target alone", *(f"{d}/{v}/fixed" for d in ("useful", "low") for v in ("all", "nanospec"))]
+    cells = [(line["task"], line["name"]) for line in lines]
+    assert sorted(cells) == sorted((task, name) for task in ("mt_bench", "qa", "all") for name in names)
+    by_name = {line["name"]: line for line in lines if line["task"] == "all"}
+    assert all(line["match_rate"] == 1 for name, line in by_name.items() if name != "target alone")
+    assert by_name["target alone"]["speedup"] == 1
+    assert by_name["useful/nanospec/fixed"]["live_rows"] > 0
+    assert by_name["low/all/fixed"]["nu"] > 0
+    assert by_name["useful/all/fixed"]["hindsight_length"] >= 0
+    for line in lines:
+        assert (line["requests"], line["repeats"]) == ({"mt_bench": 2, "qa": 1, "all": 3}[line["task"]], 2)
+        assert line["config"]["policies"]["most"] == 3
+        assert {"machine", "versions", "date"} <= set(line["provenance"])
+
+    raw = {path: path.stat().st_mtime_ns for path in (workdir / "bench" / "raw").iterdir()}
+    assert len(raw) == 2 * 2
+    removed = next(iter(raw))
+    removed.unlink()
+    again = bench(workdir, *flags)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.count("contenders\n") == 1
+    assert {path for path in raw if path.stat().st_mtime_ns != raw[path]} == {removed}
+    assert len(read_results(workdir)) == len(lines)
+
+
+def test_the_benchmark_at_temperature_1(workdir):
+    (workdir / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    flags = ("--drafters", "low", "--length", "libraspec", "--temperatures", "1", "--tasks", "qa", "--output=sampled")
+    done = bench(workdir, *flags)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (workdir / "sampled" / "results.jsonl").read_text().splitlines()]
+    assert [line["name"] for line in lines] == ["target alone", "low/all/libraspec"]
+    assert lines[1]["length"]["retreats"] is False
+    assert "match_rate" not in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "error: drafters, repeats: got 0 drafters"),
+        (
+            ["--drafters", "useful", "--vocab", "few", "--prompts=prompts.jsonl"],
+            "vocab: got 'few', allowed: all, frequency",
+        ),
+        (["--drafters", "useful", "--tasks", "poems", "--prompts=prompts.jsonl"], "tasks: got poems, allowed: other"),
+        (["--drafters", "nowhere"], "has no config.json"),
+    ],
+)
+def test_bad_input_of_the_benchmark(workdir, flags, message):
+    done = bench(workdir, *flags)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize(

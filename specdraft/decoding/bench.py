@@ -1,0 +1,226 @@
+"""What a benchmark is made of: requests (every turn of a conversation is one), one repeat of one cell, and the numbers that its
+repeats make. A cell is a task at a temperature; in it the target alone and all contenders answer the same requests in turning
+order, so that a drift of the machine meets all alike.
+
+Who the contenders are is in contenders.py. It knows nothing of how drafters were trained.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdraft.data.chat import render_prompt
+from specdraft.data.tasks import Prompt
+from specdraft.decoding import numbers
+from specdraft.decoding.costs import CostTable
+from specdraft.decoding.generate import GenerateOutput, autoregressive_generate, speculative_generate
+from specdraft.decoding.measure import TARGET_ALONE, WARM_UP_TOKENS, Contender, OthersCpu
+from specdraft.decoding.trace import DecodeTrace, first_divergence, top2_margin
+from specdraft.models.target import TargetModel
+
+
+@dataclass(frozen=True)
+class Request:
+    """One turn to answer.   id: prompt id and turn.   input_ids: the whole conversation so far, as the target is given it."""
+
+    id: str
+    task: str
+    input_ids: list[int]
+
+
+def make_requests(
+    target: TargetModel, prompts: Sequence[Prompt], max_new_tokens: int, path: Path
+) -> tuple[list[Request], int]:
+    """All turns of all prompts, and how many do not fit the target's context and are left out.
+
+    The answers to earlier turns are the target's own greedy ones, cut at max_new_tokens, whoever is measured: so all sides get
+    the same prompts. They are kept in `path` (JSON lines, for this target and length), and made once.
+    """
+    known = {}
+    if path.exists():
+        known = {row["id"]: row["answers"] for row in map(json.loads, path.read_text().splitlines())}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    requests, left_out = [], 0
+    with open(path, "a", encoding="utf-8") as file:
+        for prompt in prompts:
+            answers = list(known.get(prompt.id, []))
+            turns, missing = _turns(target, prompt, max_new_tokens, answers)
+            requests += turns
+            left_out += missing
+            if len(answers) > len(known.get(prompt.id, [])):
+                file.write(json.dumps({"id": prompt.id, "answers": answers}, ensure_ascii=False) + "\n")
+                file.flush()
+    return requests, left_out
+
+
+def _turns(target: TargetModel, prompt: Prompt, max_new_tokens: int, answers: list[str]) -> tuple[list[Request], int]:
+    """Answers that are missing are added to `answers`."""
+    messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
+    requests: list[Request] = []
+    for turn, text in enumerate(prompt.turns):
+        messages.append({"role": "user", "content": text})
+        ids = render_prompt(target.tokenizer, messages)
+        if len(ids) + max_new_tokens > target.max_positions:
+            return requests, len(prompt.turns) - turn
+        requests.append(Request(f"{prompt.id}#{turn + 1}", prompt.category, ids))
+        if turn + 1 < len(prompt.turns):
+            if turn == len(answers):
+                tokens = autoregressive_generate(target, ids, max_new_tokens=max_new_tokens).tokens
+                answers.append(target.tokenizer.decode(tokens, skip_special_tokens=True))
+            messages.append({"role": "assistant", "content": answers[turn]})
+    return requests, 0
+
+
+# --- one repeat of one cell ---
+
+
+@dataclass
+class Decoding:
+    """max_new_tokens: see speculative_generate.   seed: request i is sampled with seed + i, on every side and in every repeat: repeats
+    are the same computation and differ in time alone."""
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+
+
+def run_repeat(
+    target: TargetModel, contenders: dict[str, Contender], requests: Sequence[Request], how: Decoding, turn: int = 0
+) -> dict[str, Any]:
+    """All requests by the target alone and by every contender, after a warm-up of each; who goes first turns from request to
+    request, beginning with place `turn`.
+
+    Returns (for a JSON file): outputs {name: [{tokens, trace}]} for the target alone and the contenders, divergences {name: [..]}
+    at T = 0, others_cpu_share, peak_memory_gb {name: ..} (on a CPU: of the process so far, the same for all).
+    """
+    sides = {TARGET_ALONE: None, **contenders}
+    names = list(sides)
+    for name in names:
+        _decode(target, sides[name], requests[0], 0, Decoding(min(how.max_new_tokens, WARM_UP_TOKENS), how.temperature))
+    outputs: dict[str, list[GenerateOutput]] = {name: [] for name in names}
+    peak = dict.fromkeys(names, 0.0)
+    others = OthersCpu()
+    for number, request in enumerate(requests):
+        first = (turn + number) % len(names)
+        for name in names[first:] + names[:first]:
+            _reset_peak(target)
+            outputs[name].append(_decode(target, sides[name], request, number, how))
+            peak[name] = max(peak[name], _peak_gb(target))
+    share = others.share()
+    alone = outputs[TARGET_ALONE]
+    divergences = {}
+    if how.temperature == 0:
+        divergences = {name: find_divergences(target, requests, outputs[name], alone) for name in contenders}
+    return {
+        "outputs": {
+            name: [{"tokens": output.tokens, "trace": numbers.trace_to_row(output.trace)} for output in found]
+            for name, found in outputs.items()
+        },
+        "divergences": divergences,
+        "others_cpu_share": share,
+        "peak_memory_gb": peak,
+    }
+
+
+def find_divergences(
+    target: TargetModel, requests: Sequence[Request], own: Sequence[GenerateOutput], alone: Sequence[GenerateOutput]
+) -> list[dict[str, Any]]:
+    """The first divergence of every request that has one, with the target's top-2 margin there (see measure.Divergence)."""
+    found = []
+    for request, output, truth in zip(requests, own, alone, strict=True):
+        index = first_divergence(output.tokens, truth.tokens)
+        if index is None:
+            continue
+        ids = torch.tensor([[*request.input_ids, *truth.tokens[:index]]], device=target.device)
+        step = target.forward(ids, target.new_cache(1, ids.shape[1]), want_taps=False, logits_for="last")
+        found.append({"request": request.id, "index": index, "margin": top2_margin(step.logits[0, -1])})
+    return found
+
+
+def _decode(
+    target: TargetModel, contender: Contender | None, request: Request, number: int, how: Decoding
+) -> GenerateOutput:
+    options = {
+        "max_new_tokens": how.max_new_tokens,
+        "temperature": how.temperature,
+        "generator": torch.Generator().manual_seed(how.seed + number),
+        "synchronize": target.device.type != "cpu",
+    }
+    if contender is None:
+        return autoregressive_generate(target, request.input_ids, **options)
+    return speculative_generate(
+        target,
+        contender.drafter,
+        request.input_ids,
+        length_policy=contender.length_policy,
+        vocab_policy=contender.vocab_policy,
+        **options,
+    )
+
+
+def _reset_peak(target: TargetModel) -> None:
+    if target.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(target.device)
+
+
+def _peak_gb(target: TargetModel) -> float:
+    if target.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(target.device) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+# --- the numbers of a cell ---
+
+
+def traces_of(repeats: Sequence[dict[str, Any]], name: str) -> list[list[DecodeTrace]]:
+    """[R][M] from what `run_repeat` gave."""
+    return [[numbers.trace_from_row(row["trace"]) for row in repeat["outputs"][name]] for repeat in repeats]
+
+
+def cell_numbers(
+    repeats: Sequence[dict[str, Any]], name: str, costs: CostTable | None, full_head: str | None
+) -> dict[str, Any]:
+    """Every number of papers 10 for one contender, or for the target alone, over the repeats of a cell.
+
+    costs: its cost table, for the hindsight.   full_head: the contender with the full head that nu, kappa and rho are taken
+    against; None = there is none.
+    """
+    own, alone = traces_of(repeats, name), traces_of(repeats, TARGET_ALONE)
+    found = {"requests": len(own[0]), "repeats": len(repeats), **numbers.speed(own, alone)}
+    found |= numbers.acceptance(own) | numbers.times(own, alone)
+    if costs is not None:
+        found |= numbers.hindsight(own, costs)
+    if full_head is not None:
+        found |= numbers.against_full_head(own, traces_of(repeats, full_head))
+    if name in repeats[0]["divergences"]:
+        divergences = repeats[0]["divergences"][name]
+        found |= {"divergences": divergences, "match_rate": 1 - len(divergences) / len(own[0])}
+    found["peak_memory_gb"] = max(repeat["peak_memory_gb"][name] for repeat in repeats)
+    found["others_cpu_share"] = max(repeat["others_cpu_share"] for repeat in repeats)
+    return numbers.without_nan(found)
+
+
+def pooled(cells: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The repeats of several cells with the same contenders as those of one: repeat r of each, side by side."""
+    return [_join(repeat) for repeat in zip(*cells, strict=True)]
+
+
+def _join(repeat: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def joined(key: str) -> dict[str, list]:
+        return {name: [row for cell in repeat for row in cell[key][name]] for name in repeat[0][key]}
+
+    return {
+        "outputs": joined("outputs"),
+        "divergences": joined("divergences"),
+        "others_cpu_share": max(cell["others_cpu_share"] for cell in repeat),
+        "peak_memory_gb": {
+            name: max(cell["peak_memory_gb"][name] for cell in repeat) for name in repeat[0]["peak_memory_gb"]
+        },
+    }

@@ -1,0 +1,226 @@
+"""Who takes part in a benchmark: drafters x vocabulary policies x length policies, by name and settings, with the cost table that
+cost-aware policies and the hindsight need.
+
+It knows nothing of prompts other than those that costs are measured on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from specdraft.config import UserError
+from specdraft.data.chat import read_answers
+from specdraft.data.vocab import VocabMap, count_tokens, required_ids
+from specdraft.decoding.costs import CostTable
+from specdraft.decoding.evospec import EvoSpecConfig, EvoSpecVocabulary, Pairs, count_pairs
+from specdraft.decoding.length_policies import (
+    LENGTH_POLICIES,
+    AdaEdl,
+    ConfidenceThreshold,
+    EntropyController,
+    ExpectedSpeedup,
+    Fixed,
+    Heuristic,
+    Svip,
+)
+from specdraft.decoding.length_policy import LengthPolicy
+from specdraft.decoding.libraspec import LibraSpec, balance_from_costs
+from specdraft.decoding.measure import Contender, measure_costs
+from specdraft.decoding.vocab_policies import VOCAB_POLICIES, AllTokens, FrequencyList, NanoSpec, VocabPolicy
+from specdraft.models.eagle3 import Eagle3Drafter
+from specdraft.models.heads import Head
+from specdraft.models.target import TargetModel
+from specdraft.provenance import hash_json, machine, write_json
+
+NEEDS_FREQUENCY = ("frequency", "evospec")
+
+
+@dataclass
+class PolicyConfig:
+    """frequency: answers (JSONL) or a vocabulary map (safetensors) that give the order of frequency.   frequency_size: rows of the
+    frequency list.   nanospec_capacity, nanospec_kind: see NanoSpec.   evospec: see EvoSpecConfig.   drafted: of `fixed`, and where
+    `heuristic` starts.   most: tokens a round at most, also the longest draft whose costs are measured.   libraspec_block;
+    libraspec_a: None = from the measured costs."""
+
+    frequency: Path | None = None
+    frequency_size: int = 8192
+    nanospec_capacity: int = 3072
+    nanospec_kind: Literal["grow", "ring"] = "grow"
+    evospec: EvoSpecConfig = field(default_factory=EvoSpecConfig)
+    drafted: int = 4
+    most: int = 8
+    libraspec_block: int = 4
+    libraspec_a: float | None = None
+
+
+@dataclass(frozen=True)
+class Frequency:
+    """ids: all target ids that a list may hold, the required ones first, then by falling count.   pairs: see EvoSpecVocabulary."""
+
+    ids: list[int]
+    pairs: Pairs | None
+
+
+def read_frequency(path: Path | None, target: TargetModel, core: int) -> Frequency:
+    """Raises UserError: no file, one of another tokenizer, or of another kind."""
+    if path is None:
+        raise UserError(
+            "policies.frequency: got none, needed by the policies frequency and evospec; give answers.jsonl or vocab.safetensors"
+        )
+    if path.suffix == ".safetensors":
+        return Frequency(VocabMap.load(path).target_ids.tolist(), None)
+    rows = read_answers(path)
+    counts = count_tokens((row.example() for row in rows), target.vocab_size)
+    order = VocabMap.from_counts(counts, target.vocab_size).target_ids.tolist()
+    ids = list(dict.fromkeys([*required_ids(target.tokenizer, target.eos_token_ids), *order]))
+    return Frequency(ids, count_pairs((row.input_ids for row in rows), target.vocab_size, ids[core:]))
+
+
+def vocab_policy(
+    name: str, head: Head, target: TargetModel, config: PolicyConfig, frequency: Frequency | None
+) -> tuple[VocabPolicy, dict[str, Any]]:
+    """The policy of that name, and its settings. Raises UserError for an unknown one."""
+    if name == "all":
+        return AllTokens(head), {}
+    if name == "nanospec":
+        settings = {"capacity": config.nanospec_capacity, "kind": config.nanospec_kind}
+        return NanoSpec(head, **settings), settings
+    if name not in VOCAB_POLICIES:
+        raise UserError(f"vocab: got {name!r}, allowed: {', '.join(VOCAB_POLICIES)}")
+    assert frequency is not None
+    if name == "frequency":
+        return FrequencyList(head, frequency.ids, config.frequency_size), {"size": config.frequency_size}
+    policy = EvoSpecVocabulary(head, frequency.ids, target.head_weight, target.norm, config.evospec, frequency.pairs)
+    return policy, asdict(config.evospec)
+
+
+def length_policy(
+    name: str, config: PolicyConfig, costs: CostTable, acceptance: Sequence[float], temperature: float
+) -> tuple[LengthPolicy, dict[str, Any]]:
+    """The policy of that name, and its settings. Raises UserError for an unknown one."""
+    if name not in LENGTH_POLICIES:
+        raise UserError(f"length: got {name!r}, allowed: {', '.join(LENGTH_POLICIES)}")
+    most = {"most": config.most}
+    if name == "libraspec":
+        a = balance_from_costs(costs, config.libraspec_block) if config.libraspec_a is None else config.libraspec_a
+        settings = {"a": a, "block": config.libraspec_block, **most, "retreats": temperature == 0}
+        return LibraSpec(**settings), settings
+    simple: dict[str, Callable[[], LengthPolicy]] = {
+        "fixed": lambda: Fixed(config.drafted),
+        "heuristic": lambda: Heuristic(config.drafted, config.most),
+        "confidence": lambda: ConfidenceThreshold(most=config.most),
+        "svip": lambda: Svip(most=config.most),
+        "adaedl": lambda: AdaEdl(most=config.most),
+        "entropy": lambda: EntropyController(costs),
+        "expected_speedup": lambda: ExpectedSpeedup(costs, acceptance),
+    }
+    settings = {"fixed": {"tokens": config.drafted}, "heuristic": {"start": config.drafted, **most}}.get(name, most)
+    return simple[name](), settings
+
+
+@dataclass
+class Entry:
+    """One contender: how to run it, what it is (for the results), what it costs, and the name of the one with the full head that
+    its head is compared with; None = there is none."""
+
+    contender: Contender
+    what: dict[str, Any]
+    costs: CostTable
+    full_head: str | None = None
+
+
+@dataclass
+class CostConfig:
+    """Where cost tables lie, and what they are measured on.   prompts: token ids.   max_new_tokens: of each."""
+
+    folder: Path
+    prompts: list[list[int]]
+    max_new_tokens: int = 64
+    seed: int = 0
+
+
+def make_entries(
+    target: TargetModel,
+    drafters: dict[str, Eagle3Drafter],
+    hashes: dict[str, str],
+    vocab: Sequence[str],
+    length: Sequence[str],
+    settings: PolicyConfig,
+    temperature: float,
+    measuring: CostConfig,
+) -> dict[str, Entry]:
+    """Every contender at one temperature, named drafter/vocabulary/length.   hashes: of the drafters' weights.
+
+    Raises:
+        UserError: an unknown policy, sizes that do not fit a head, no frequency list where one is needed, a draft longer than
+            those that are measured.
+    """
+    if not 0 <= settings.drafted <= settings.most or settings.most < 1:
+        raise UserError(
+            f"policies.drafted, policies.most: got {settings.drafted} and {settings.most}, allowed: drafted from 0 to most, the "
+            "longest draft whose costs are measured"
+        )
+    frequency = None
+    if set(vocab) & set(NEEDS_FREQUENCY):
+        frequency = read_frequency(settings.frequency, target, settings.evospec.core)
+    entries = {}
+    for place, drafter in drafters.items():
+        head = {"drafter": place, "hash": hashes[place], "head": drafter.config.head.kind}
+        for vocab_name in vocab:
+            policy, vocab_settings = vocab_policy(vocab_name, drafter.lm_head, target, settings, frequency)
+            what = {**head, "vocab": {"policy": vocab_name, **vocab_settings}}
+            costs, acceptance = costs_of(
+                target, Contender(drafter, None, policy), what, settings, temperature, measuring
+            )
+            for length_name in length:
+                stop, stop_settings = length_policy(length_name, settings, costs, acceptance, temperature)
+                entries[f"{place}/{vocab_name}/{length_name}"] = Entry(
+                    Contender(drafter, stop, policy),
+                    {**what, "length": {"policy": length_name, **stop_settings}},
+                    costs,
+                    _full_head(drafters, place, length_name),
+                )
+    for entry in entries.values():
+        entry.full_head = entry.full_head if entry.full_head in entries else None
+    return entries
+
+
+def costs_of(
+    target: TargetModel,
+    contender: Contender,
+    what: dict[str, Any],
+    settings: PolicyConfig,
+    temperature: float,
+    measuring: CostConfig,
+) -> tuple[CostTable, list[float]]:
+    """T_draft(k) and T_verify(k+1), and the acceptance that was seen: from disk if they were measured before (same contender,
+    target, dtype, machine, threads), or measured now."""
+    identity = [what, target.hash, str(target.dtype), machine(), temperature, settings.most]
+    identity += [measuring.prompts, measuring.max_new_tokens, measuring.seed]
+    folder = measuring.folder / hash_json(identity)
+    if not (folder / "acceptance.json").exists():
+        costs, acceptance = measure_costs(
+            target,
+            contender.drafter,
+            measuring.prompts,
+            max_length=settings.most,
+            max_new_tokens=measuring.max_new_tokens,
+            vocab_policy=contender.vocab_policy,
+            temperature=temperature,
+            seed=measuring.seed,
+        )
+        costs.save(folder / "costs.json")
+        write_json(folder / "acceptance.json", acceptance)
+    return CostTable.load(folder / "costs.json"), json.loads((folder / "acceptance.json").read_text())
+
+
+def _full_head(drafters: dict[str, Eagle3Drafter], place: str, length: str) -> str | None:
+    """A drafter with a full head is compared with itself over all rows; others with the first that has one."""
+    full = [name for name, drafter in drafters.items() if drafter.config.head.kind == "full"]
+    if not full:
+        return None
+    return f"{place if place in full else full[0]}/all/{length}"

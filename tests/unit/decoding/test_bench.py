@@ -1,0 +1,260 @@
+"""Requests, contenders and one cell of a benchmark, on tiny pairs; eval/bench.py itself is in tests/programs."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from scripted import ScriptedDrafter, ScriptedTarget
+
+from specdraft.config import UserError
+from specdraft.data.chat import AnswerRow, render_prompt
+from specdraft.data.tasks import Prompt
+from specdraft.data.vocab import VocabMap, required_ids
+from specdraft.decoding import bench, contenders
+from specdraft.decoding.contenders import CostConfig, PolicyConfig, make_entries
+from specdraft.decoding.costs import CostTable
+from specdraft.decoding.evospec import EvoSpecConfig
+from specdraft.decoding.generate import autoregressive_generate
+from specdraft.decoding.length_policies import LENGTH_POLICIES, Fixed
+from specdraft.decoding.measure import TARGET_ALONE, Contender
+from specdraft.decoding.trace import tau
+from specdraft.decoding.vocab_policies import VOCAB_POLICIES
+from specdraft.models.heads import HeadConfig
+from specdraft.models.initialise import DrafterConfig, new_drafter
+from specdraft.provenance import machine
+from specdraft.testing import tiny_target
+
+REQUESTS = [bench.Request(f"q{i}#1", "task", [i, 3, 1]) for i in range(5)]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+def test_every_turn_of_a_conversation_is_a_request(target, tmp_path):
+    prompts = [Prompt("a", "mt_bench", ("Hello.", "Why?")), Prompt("b", "qa", ("When?",), system="Be brief.")]
+    path = tmp_path / "answers.jsonl"
+    requests, left_out = bench.make_requests(target, prompts, 12, path)
+    assert [(request.id, request.task) for request in requests] == [
+        ("a#1", "mt_bench"),
+        ("a#2", "mt_bench"),
+        ("b#1", "qa"),
+    ]
+    assert left_out == 0
+    first = autoregressive_generate(target, requests[0].input_ids, max_new_tokens=12).tokens
+    answer = target.tokenizer.decode(first, skip_special_tokens=True)
+    turns = [("user", "Hello."), ("assistant", answer), ("user", "Why?")]
+    assert requests[1].input_ids == render_prompt(target.tokenizer, [{"role": r, "content": c} for r, c in turns])
+    assert requests[2].input_ids == render_prompt(
+        target.tokenizer, [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "When?"}]
+    )
+
+
+def test_answers_to_earlier_turns_are_made_once(target, tmp_path, monkeypatch):
+    prompts, path = [Prompt("a", "mt_bench", ("Hello.", "Why?"))], tmp_path / "answers.jsonl"
+    requests, _ = bench.make_requests(target, prompts, 12, path)
+    monkeypatch.setattr(bench, "autoregressive_generate", None)
+    assert bench.make_requests(target, prompts, 12, path) == (requests, 0)
+    assert len(path.read_text().splitlines()) == 1
+
+
+def test_turns_that_do_not_fit_are_left_out_and_counted(target, tmp_path):
+    """Fault 4: every turn is accounted for."""
+    long = "wind " * 400
+    prompts = [Prompt("a", "x", (long, "Why?")), Prompt("b", "x", ("Hello.", long)), Prompt("c", "x", ("Hello.",))]
+    requests, left_out = bench.make_requests(target, prompts, 12, tmp_path / "answers.jsonl")
+    assert [request.id for request in requests] == ["b#1", "c#1"]
+    assert left_out == 3
+
+
+def test_a_repeat_holds_the_target_alone_and_turns(monkeypatch):
+    target = ScriptedTarget(8)
+    order = []
+    sides = {name: Contender(ScriptedDrafter(target.logits), Fixed(k)) for name, k in (("two", 2), ("four", 4))}
+    decode = bench._decode
+
+    def noted(target, contender, request, number, how):
+        order.append(next((name for name, side in sides.items() if side is contender), "alone"))
+        return decode(target, contender, request, number, how)
+
+    monkeypatch.setattr(bench, "_decode", noted)
+    repeat = json.loads(json.dumps(bench.run_repeat(target, sides, REQUESTS, bench.Decoding(16), turn=1)))
+    assert order[3:9] == ["two", "four", "alone", "four", "alone", "two"]  # after the warm-up of each
+    assert set(repeat["outputs"]) == {TARGET_ALONE, "two", "four"}
+    assert repeat["divergences"] == {"two": [], "four": []}
+    assert {name: tau(bench.traces_of([repeat], name)[0]) for name in sides} == {"two": 3, "four": 5}
+    assert all(len(rows) == 5 for rows in repeat["outputs"].values())
+    assert min(repeat["peak_memory_gb"].values()) > 0
+
+
+def test_repeats_of_sampled_cells_are_the_same_computation():
+    target = ScriptedTarget(8)
+    sides = {"two": Contender(ScriptedDrafter(ScriptedTarget(8, seed=3).logits), Fixed(2))}
+    how = bench.Decoding(12, temperature=1.0, seed=5)
+    one, two = (bench.run_repeat(target, sides, REQUESTS, how, turn) for turn in (0, 1))
+    assert one["divergences"] == {}
+    for name in (TARGET_ALONE, "two"):
+        assert [row["tokens"] for row in one["outputs"][name]] == [row["tokens"] for row in two["outputs"][name]]
+    other = bench.run_repeat(target, sides, REQUESTS, dataclasses.replace(how, seed=6))
+    assert [row["tokens"] for row in other["outputs"]["two"]] != [row["tokens"] for row in one["outputs"]["two"]]
+
+
+def test_divergences_come_with_their_margin():
+    target = ScriptedTarget(8)
+    truth = [autoregressive_generate(target, request.input_ids, max_new_tokens=9) for request in REQUESTS[:2]]
+    own = [dataclasses.replace(output, tokens=list(output.tokens)) for output in truth]
+    own[1].tokens[4] = (own[1].tokens[4] + 1) % 8
+    (found,) = bench.find_divergences(target, REQUESTS[:2], own, truth)
+    best, second = target.logits(REQUESTS[1].input_ids + truth[1].tokens[:4]).topk(2).values.tolist()
+    assert found == {"request": "q1#1", "index": 4, "margin": pytest.approx(best - second)}
+
+
+COSTS = CostTable([0.0, 0.1, 0.2, 0.3, 0.4], [1.0] * 5, [0.0] * 5, 1.0, "scripted", "float64", machine())
+
+
+def test_a_cell_has_every_number_of_papers_10():
+    target = ScriptedTarget(8)
+    sides = {"two": Contender(ScriptedDrafter(target.logits), Fixed(2))}
+    repeats = [bench.run_repeat(target, sides, REQUESTS, bench.Decoding(16), turn) for turn in range(2)]
+    found = json.loads(json.dumps(bench.cell_numbers(repeats, "two", COSTS, "two"), allow_nan=False))
+    for name in (
+        *("tau", "mean_request_tau", "tau_identity", "conditional_acceptance", "joint_acceptance"),
+        *(
+            "draft_ms",
+            "verify_ms",
+            "head_ms",
+            "sample_ms",
+            "target_ms",
+            "live_rows",
+            "coverage_draft",
+            "coverage_committed",
+        ),
+        *("out_of_vocabulary", "peak_memory_gb", "tokens", "target_tokens", "speedup", "speedup_low", "speedup_high"),
+        *("hindsight_length", "hindsight_distance", "best_fixed_length", "match_rate", "others_cpu_share"),
+    ):
+        assert name in found, name
+    assert found["tau"] == found["tau_identity"] == 3
+    assert found["match_rate"] == 1
+    alone = bench.cell_numbers(repeats, TARGET_ALONE, None, None)
+    assert alone["speedup"] == 1
+    assert alone["draft_ms"] is None
+
+
+def test_cells_are_pooled_request_by_request():
+    target = ScriptedTarget(8)
+    sides = {"two": Contender(ScriptedDrafter(target.logits), Fixed(2))}
+    cells = [
+        [bench.run_repeat(target, sides, part, bench.Decoding(16)) for _ in range(2)]
+        for part in (REQUESTS[:2], REQUESTS[2:])
+    ]
+    found = bench.cell_numbers(bench.pooled(cells), "two", None, None)
+    assert (found["requests"], found["repeats"]) == (5, 2)
+    assert found["tokens"] == 5 * 16
+
+
+# --- contenders ---
+
+
+def drafter_of(target, kind):
+    torch.manual_seed(0)
+    vocab_map = VocabMap(torch.randperm(target.vocab_size)[:200], target.vocab_size) if kind == "trimmed" else None
+    head = HeadConfig(kind, rank=8, init="random")
+    return new_drafter(target, DrafterConfig(), head, vocab_map).to(target.dtype).eval().requires_grad_(False)
+
+
+def write_answers(path, count=6):
+    rows = [AnswerRow(f"a{i}", "x", [40, 50, 60 + i, 70, 71, 70, 2], [[3, 7]], [True]) for i in range(count)]
+    path.write_text("".join(row.to_json() + "\n" for row in rows))
+    return path
+
+
+def test_every_policy_can_be_had_by_name(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(contenders, "measure_costs", lambda *args, **options: (COSTS, [0.5, 0.4]))
+    settings = PolicyConfig(
+        write_answers(tmp_path / "answers.jsonl"), 50, most=4, evospec=EvoSpecConfig(core=30, tail=10)
+    )
+    drafters = {"full": drafter_of(target, "full"), "cut": drafter_of(target, "trimmed")}
+    for temperature in (0.0, 1.0):
+        entries = make_entries(
+            target,
+            drafters,
+            {"full": "1", "cut": "2"},
+            tuple(VOCAB_POLICIES),
+            tuple(LENGTH_POLICIES),
+            settings,
+            temperature,
+            CostConfig(tmp_path / "costs", [[1, 2, 3]]),
+        )
+        assert len(entries) == 2 * len(VOCAB_POLICIES) * len(LENGTH_POLICIES)
+        assert all(temperature == 0 or not entry.contender.length_policy.bias for entry in entries.values())
+        assert entries["cut/nanospec/svip"].full_head == "full/all/svip"
+        assert entries["full/nanospec/svip"].full_head == "full/all/svip"
+        json.dumps([entry.what for entry in entries.values()])
+        assert entries["full/nanospec/fixed"].what["vocab"] == {"policy": "nanospec", "capacity": 3072, "kind": "grow"}
+        assert entries["full/all/libraspec"].what["length"]["retreats"] == (temperature == 0)
+
+
+def test_costs_are_measured_once_for_a_contender(target, tmp_path, monkeypatch):
+    measured = []
+    monkeypatch.setattr(contenders, "measure_costs", lambda *a, **o: measured.append(o) or (COSTS, [0.5]))
+    settings, measuring = PolicyConfig(most=4), CostConfig(tmp_path, [[1, 2, 3]])
+    side = Contender(drafter_of(target, "full"))
+    for what in ({"drafter": "a"}, {"drafter": "a"}, {"drafter": "b"}):
+        costs, acceptance = contenders.costs_of(target, side, what, settings, 0.0, measuring)
+        assert (costs, acceptance) == (COSTS, [0.5])
+    assert len(measured) == 2
+    contenders.costs_of(target, side, {"drafter": "a"}, settings, 1.0, measuring)
+    assert [options["temperature"] for options in measured] == [0.0, 0.0, 1.0]
+
+
+def test_without_a_full_head_nothing_is_compared_with_one(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(contenders, "measure_costs", lambda *args, **options: (COSTS, [0.5]))
+    measuring = CostConfig(tmp_path, [[1, 2, 3]])
+    entries = make_entries(
+        target, {"low": drafter_of(target, "lowrank")}, {"low": "1"}, ["all"], ["fixed"], PolicyConfig(), 0.0, measuring
+    )
+    assert [entry.full_head for entry in entries.values()] == [None]
+
+
+def test_the_frequency_order_starts_with_what_must_never_be_missing(target, tmp_path):
+    """Fault 16."""
+    needed = required_ids(target.tokenizer, target.eos_token_ids)
+    frequency = contenders.read_frequency(write_answers(tmp_path / "answers.jsonl"), target, core=8)
+    assert frequency.ids[: len(needed)] == needed
+    assert sorted(frequency.ids) == list(range(target.vocab_size))
+    rest = [token for token in (70, 71) if token not in needed]
+    assert frequency.ids[len(needed) : len(needed) + len(rest)] == rest
+    vocab = VocabMap(torch.tensor([5, 3, 9]), target.vocab_size)
+    vocab.save(tmp_path / "vocab.safetensors")
+    assert contenders.read_frequency(tmp_path / "vocab.safetensors", target, core=1).ids == [5, 3, 9]
+
+
+@pytest.mark.parametrize(
+    ("vocab", "length", "message"),
+    [
+        ("some", "fixed", "vocab: got 'some', allowed: all, frequency, nanospec, evospec"),
+        ("all", "some", "length: got 'some', allowed: fixed"),
+        ("frequency", "fixed", "policies.frequency: got none, needed by"),
+    ],
+)
+def test_bad_names_get_one_clear_line(target, tmp_path, monkeypatch, vocab, length, message):
+    monkeypatch.setattr(contenders, "measure_costs", lambda *args, **options: (COSTS, [0.5]))
+    with pytest.raises(UserError, match=message):
+        make_entries(
+            target,
+            {"a": drafter_of(target, "full")},
+            {"a": "1"},
+            [vocab],
+            [length],
+            PolicyConfig(),
+            0.0,
+            CostConfig(tmp_path, [[1, 2]]),
+        )
+
+
+def test_drafts_longer_than_those_measured_are_refused_before_anything_runs(target, tmp_path):
+    measuring = CostConfig(tmp_path, [[1, 2]])
+    with pytest.raises(UserError, match=r"policies.drafted, policies.most: got 9 and 8"):
+        make_entries(target, {}, {}, ["all"], ["fixed"], PolicyConfig(drafted=9), 0.0, measuring)
