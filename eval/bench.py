@@ -188,7 +188,7 @@ def print_table(path: Path) -> None:
     for line in lines:
         values = ("-" if line.get(column) is None else f"{line[column]:.2f}" for column in columns)
         row = f"{line['task'][:15]:<16}{line['temperature']:>4}  {line['name'][-52:]:<52}"
-        print(row + "".join(f"{value:>13}" for value in values))
+        print(row + "".join(f"{value:>13}" for value in values) + "  " + line.get("prediction_warning", ""))
     busy = max(line["others_cpu_share"] for line in lines)
     if busy > BUSY:
         print(f"warning: other processes used up to {busy:.0%} of the machine: measure again when it is idle")

@@ -88,6 +88,7 @@ def test_no_acceptance_is_a_break_where_enough_was_tried(accepted, tried, is_pla
     assert len(report("float32", "all/svip", side)) == breaks
 
 
+@pytest.mark.slow
 def test_every_pair_of_policies(workdir):
     flags = ("--drafter=useful", "--quick", "--every-pair", "--dtypes", "float32")
     done = lossless(workdir, *flags)
@@ -124,6 +125,7 @@ def read_results(workdir):
     return [json.loads(line) for line in (workdir / "bench" / "results.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_benchmark(workdir):
     """Drafters x policies x tasks, the target alone always among them; then a second run, which goes on from the first, at one
     temperature more."""
