@@ -66,9 +66,9 @@ class MeasureConfig:
 
 def half_an_hour() -> TrainConfig:
     """What fits into half an hour on two CPU cores, answers and measuring included (docs/log.md)."""
-    objective = ObjectiveConfig(steps=3)
+    objective = ObjectiveConfig(steps=3, sampled_vocab=8192)
     return TrainConfig(
-        epochs=10, max_minutes=15, tokens_per_batch=1024, eval_every=300, save_every=300, objective=objective
+        epochs=12, max_minutes=14, tokens_per_batch=1024, eval_every=300, save_every=300, objective=objective
     )
 
 
@@ -86,13 +86,13 @@ class RunConfig:
     output: Path = Path("runs")
     target: str = "default"
     prompts: str = "builtin"
-    max_prompts: int | None = 900
+    max_prompts: int | None = None
     max_length: int = 1024
     states: Path | None = None
     warm_start: Path | None = None
     cache_gb: float = 4.0
     threads: int | None = None
-    answers: AnswerConfig = field(default_factory=lambda: AnswerConfig(max_new_tokens=160))
+    answers: AnswerConfig = field(default_factory=lambda: AnswerConfig(max_new_tokens=160, max_minutes=7))
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
     train: TrainConfig = field(default_factory=half_an_hour)
@@ -175,7 +175,8 @@ def check_drafter(config: RunConfig, target: TargetModel) -> None:
 
 
 def choose_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """(for training, held out): the held-out part of a given set of prompts is always the same."""
+    """(for training, held out): the held-out part of a given set of prompts is always the same; as much of it is answered as is
+    measured on."""
     prompts = builtin_prompts() if config.prompts == "builtin" else read_prompts(Path(config.prompts))
     train, held_out = split_held_out(prompts[: config.max_prompts])
     needed = 1 + (0 if config.measure.draft_length else 1)
@@ -184,7 +185,7 @@ def choose_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
             f"prompts: got {len(train)} for training and {len(held_out)} held out of {config.prompts}, allowed: at least 1 and {needed}; "
             "give more prompts"
         )
-    return train, held_out
+    return train, held_out[: config.measure.prompts + config.measure.cost_prompts]
 
 
 def answer(

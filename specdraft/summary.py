@@ -34,8 +34,10 @@ def training_estimate(
     supervised = sum(int(example.loss_mask.sum()) for example in train)
     parameters = sum(parameter.numel() for parameter in drafter.parameters())
     target_parameters = sum(parameter.numel() for parameter in target.model.parameters())
-    steps = config.objective.steps
-    epoch = 6 * parameters * steps * supervised + 2 * target.head_weight.numel() * supervised
+    head = drafter.lm_head.weight
+    sampled = min(1.0, config.objective.sampled_vocab / len(head)) or 1.0  # share of the head's rows in a step's loss
+    per_row = 6 * (parameters - (1 - sampled) * head.numel()) * config.objective.steps
+    epoch = (per_row + 2 * sampled * target.head_weight.numel()) * supervised
     states_gb = tokens * (len(target.tap_layers) + 1) * target.hidden_size * target.dtype.itemsize / 1e9
     held_gb = min(states_gb, cache_gb) if cache_gb is not None else 0.0
     passes = 0 if cache_gb is None else (config.epochs or 1) if states_gb > cache_gb else 1
