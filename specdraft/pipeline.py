@@ -68,7 +68,7 @@ def half_an_hour() -> TrainConfig:
     """What fits into half an hour on two CPU cores, answers and measuring included (docs/log.md)."""
     objective = ObjectiveConfig(steps=3, sampled_vocab=8192)
     return TrainConfig(
-        epochs=12, max_minutes=14, tokens_per_batch=1024, eval_every=300, save_every=300, objective=objective
+        epochs=12, max_minutes=14, tokens_per_batch=512, eval_every=600, save_every=600, objective=objective
     )
 
 

@@ -240,21 +240,19 @@ def plan_rounds(
 ) -> list[list[list[int]]]:
     """One epoch's batches, as lists of positions in `lengths`, in rounds: the `world` batches that the ranks take at one time.
 
-    A batch has at most `tokens_per_batch` tokens, padding included. Over all ranks every example comes exactly once,
-    no batch is empty, and every rank gets equally many batches, since a rank without one would hang the others. Batches
-    that ranks take at the same time are of similar size. A function of its arguments only, whatever the process.
+    A batch has at most `tokens_per_batch` tokens, padding included; an example longer than that is a batch of its own. Over
+    all ranks every example comes exactly once, no batch is empty, and every rank gets equally many batches, since a rank
+    without one would hang the others. Batches that ranks take at the same time are of similar size. A function of its
+    arguments only, whatever the process.
 
     The number of batches is made a multiple of `world` by splitting the largest; only where all hold one example are
     the smallest merged instead, past `tokens_per_batch`.
 
     Raises:
-        UserError: fewer examples than ranks, or an example longer than `tokens_per_batch`.
+        UserError: fewer examples than ranks.
     """
     if len(lengths) < world:
         raise UserError(f"training data: got {len(lengths)} examples for {world} processes; each needs at least one")
-    if max(lengths) > tokens_per_batch:
-        longest = f"the longest example has {max(lengths)} tokens"
-        raise UserError(f"tokens_per_batch: got {tokens_per_batch}, {longest}; raise it or lower max_length")
     rng = random.Random(f"plan {seed} {epoch}")
     order = list(range(len(lengths)))
     rng.shuffle(order)
