@@ -85,7 +85,8 @@ class AdaEdl(LengthPolicy):
     its acceptance.
 
     lambda follows the acceptance: where the average share of accepted tokens (kept with weight `memory`) is under `wanted`, it
-    aims `step` higher, else lower, and moves there with weight 1 - `inertia`. (The paper gives the rule, not these numbers.)
+    aims `step` higher, else lower, and moves there with weight 1 - `inertia`. (papers 7 says only that it follows an
+    acceptance average: the rest is ours.)
     """
 
     watches = True
