@@ -1,0 +1,199 @@
+"""Measures the target drafting for itself on a sparse cache (SparseSpec-L): acceptance and speedup on long prompts, and how costs and
+speedup grow with the context.
+
+python eval/sparse_self.py                              # both parts; interrupted, the same command goes on
+python eval/sparse_self.py --parts real --contexts 1024 2048
+python eval/sparse_self.py --parts long --acceptance 0.9 0.85 0.8
+
+`real`: a target on documents with facts to find, at T = 0: every budget with every fixed draft length and with the entropy
+controller (by costs that are measured first), beside the target alone. `long`: a random model whose attention dominates, with
+rounds that accept what the real target did at its longest context and middle budget; the efficiency formula's prediction
+beside what was measured. Results lie in output/real.json and output/long.json; rows that were measured on a busy machine say so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from specdraft.config import UserError, config_to_dict, run_program
+from specdraft.data.chat import render_prompt
+from specdraft.data.long_prompts import long_prompts
+from specdraft.decoding.length_policies import EntropyController, Fixed
+from specdraft.decoding.long_context import (
+    RandomModel,
+    costs_of_lengths,
+    needed_positions,
+    prescribed_rounds,
+    random_target,
+)
+from specdraft.decoding.measure import BUSY, Contender, OthersCpu, measure_speedups
+from specdraft.models.sparse_self import SparseSelfConfig, SparseSelfDrafter
+from specdraft.models.target import TargetModel
+from specdraft.provenance import hash_json, machine, write_json
+
+ADAPTIVE = "adaptive"
+OTHERS = {  # settings that a part's measurements do not depend on, beyond the contexts that it is asked for
+    "real": ("parts", "output", "contexts", "long_contexts", "acceptance", "rounds", "random_model"),
+    "long": ("parts", "output", "contexts", "long_contexts", "acceptance", "target", "prompts", "max_new_tokens"),
+}
+
+
+@dataclass
+class SparseSelfEval:
+    """contexts, long_contexts: tokens of a prompt.   budgets: shares of the positions that an index holds.   lengths: drafted tokens
+    a round.   prompts: documents at every context, the three tasks in turn.   rounds: of every length, context and budget in the
+    long part.   acceptance: alpha_1.. for the long part (the last one holds for all later positions); none = as measured by the
+    real part.   sparse: the rest of the drafter's settings.   threads: None = as torch has it."""
+
+    parts: tuple[Literal["real", "long"], ...] = ("real", "long")
+    target: str = "default"
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    threads: int | None = None
+    output: Path = Path("runs/sparse_self")
+    budgets: tuple[float, ...] = (0.05, 0.1, 0.2)
+    lengths: tuple[int, ...] = (4, 8, 12, 16, 20)
+    contexts: tuple[int, ...] = (1024, 2048, 4096, 7936)
+    prompts: int = 3
+    max_new_tokens: int = 128
+    long_contexts: tuple[int, ...] = (4096, 8192, 16384, 32768, 65536)
+    rounds: int = 8
+    acceptance: tuple[float, ...] = ()
+    seed: int = 0
+    sparse: SparseSelfConfig = field(default_factory=SparseSelfConfig)
+    random_model: RandomModel = field(default_factory=RandomModel)
+
+
+def main(config: SparseSelfEval) -> None:
+    if not config.budgets or not config.lengths or not all(1 <= k <= config.sparse.longest for k in config.lengths):
+        raise UserError(
+            f"budgets, lengths: got {config.budgets} and {config.lengths}, allowed: one or more of each, lengths from 1 to "
+            f"sparse.longest = {config.sparse.longest}"
+        )
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    if "real" in config.parts:
+        target = TargetModel.load(config.target, dtype=getattr(torch, config.dtype), device=config.device)
+        resumed(config, "real", target.hash, config.contexts, lambda context: real(target, context, config))
+    if "long" in config.parts:
+        alphas, room = acceptance(config), needed_positions(config.lengths, config.rounds)
+        options = (getattr(torch, config.dtype), config.device, config.seed)
+        target = random_target(config.random_model, max(config.long_contexts) + room, *options)
+        resumed(config, "long", [target.hash, alphas], config.long_contexts, lambda c: long(target, c, alphas, config))
+
+
+def resumed(
+    config: SparseSelfEval, part: str, identity, contexts: tuple[int, ...], measure: Callable[[int], list[dict]]
+) -> None:
+    """Measure the contexts that output/part.json does not hold yet; print all rows. UserError: it holds other measurements."""
+    settings = {name: value for name, value in config_to_dict(config).items() if name not in OTHERS[part]}
+    key = hash_json([settings, identity, machine()])
+    path = config.output / f"{part}.json"
+    found = json.loads(path.read_text()) if path.exists() else {"key": key, "rows": []}
+    if found["key"] != key:
+        raise UserError(
+            f"output: {path} was measured with other settings or on another machine; choose another --output"
+        )
+    rows = found["rows"]
+    for context in contexts:
+        if not any(row["context"] == context for row in rows):
+            others = OthersCpu()
+            measured = measure(context)
+            share = others.share()
+            warning = f"others used {share:.0%} of the machine: measure again" if share > BUSY else ""
+            rows += [{**row, "others_cpu_share": share, "warning": warning} for row in measured]
+            write_json(path, {"key": key, "config": settings, "machine": machine(), "rows": rows})
+    PRINTERS[part](rows)
+
+
+def each_budget(config: SparseSelfEval) -> list[SparseSelfConfig]:
+    return [replace(config.sparse, budget=budget) for budget in config.budgets]
+
+
+def real(target: TargetModel, context: int, config: SparseSelfEval) -> list[dict]:
+    """A row for every budget and draft length."""
+    texts = long_prompts(
+        config.prompts, context - len(as_prompt(target, "")), lambda t: tokens_of(target, t), config.seed
+    )
+    prompts = [as_prompt(target, text.prompt.turns[0]) for text in texts]
+    contenders, costs = {}, {}
+    for settings in each_budget(config):
+        budget, drafter = settings.budget, SparseSelfDrafter(target, settings)
+        costs[budget] = costs_of_lengths(
+            target, drafter, prompts, config.lengths, max_new_tokens=config.max_new_tokens, seed=config.seed
+        )
+        for k in config.lengths:
+            contenders[budget, k] = Contender(drafter, Fixed(k))
+        contenders[budget, ADAPTIVE] = Contender(drafter, EntropyController(costs[budget]))
+    measured = measure_speedups(target, contenders, prompts, max_new_tokens=config.max_new_tokens, seed=config.seed)
+    return [
+        {"context": context, "budget": b, "length": k, "costs": asdict(costs[b]), **measured[b, k].to_dict()}
+        for b, k in contenders
+    ]
+
+
+def as_prompt(target: TargetModel, text: str) -> list[int]:
+    return render_prompt(target.tokenizer, [{"role": "user", "content": text}])
+
+
+def tokens_of(target: TargetModel, text: str) -> int:
+    return len(target.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def acceptance(config: SparseSelfEval) -> list[float]:
+    """alpha_1.. of the longest fixed drafts, at the real part's longest context and middle budget."""
+    if config.acceptance:
+        return list(config.acceptance)
+    path = config.output / "real.json"
+    if not path.exists():
+        raise UserError(f"acceptance: got none, and there is no {path}; run --parts real first, or give --acceptance")
+    fixed = [row for row in json.loads(path.read_text())["rows"] if row["length"] != ADAPTIVE]
+    budgets = sorted({row["budget"] for row in fixed})
+    fixed = [row for row in fixed if row["budget"] == budgets[len(budgets) // 2]]
+    alphas = max(fixed, key=lambda row: (row["context"], row["length"]))["conditional_acceptance"]
+    return [alpha for alpha in alphas if alpha is not None] or [0.0]
+
+
+def long(target: TargetModel, context: int, alphas: list[float], config: SparseSelfEval) -> list[dict]:
+    """A row for every budget."""
+    options = (context, config.lengths, alphas, config.rounds, config.seed)
+    return [asdict(prescribed_rounds(target, settings, *options)) for settings in each_budget(config)]
+
+
+def print_real(rows: list[dict]) -> None:
+    print(
+        f"{'context':>8}{'budget':>8}{'length':>10}{'drafted':>9}{'accepted':>10}{'tau':>7}{'C_d/C_v':>9}{'speedup':>9}  95 %"
+    )
+    for row in rows:
+        drafted = row["mean_drafted"]
+        share, ratio = sum(row["joint_acceptance"]) / drafted, row["draft_ms"] / drafted / row["verify_ms"]
+        print(
+            f"{row['context']:>8}{row['budget']:>8}{row['length']:>10}{drafted:>9.1f}{share:>10.1%}{row['tau']:>7.2f}{ratio:>9.3f}"
+            f"{row['decode_speedup']:>9.2f}  whole {row['speedup_low']:.2f}-{row['speedup_high']:.2f} {row['warning']}"
+        )
+
+
+def print_long(rows: list[dict]) -> None:
+    print(
+        f"{'context':>8}{'budget':>8}{'C_AR ms':>9}{'C_d/C_AR':>10}{'C_d/C_v':>9}{'rule k':>8}  k: measured (predicted)"
+    )
+    for row in rows:
+        speedups = "  ".join(
+            f"{k}: {s:.2f} ({p:.2f})"
+            for (k, s), p in zip(row["measured"].items(), row["predicted"].values(), strict=True)
+        )
+        c_ar, c_d, c_v = (row[key] for key in ("alone_s", "draft_s", "verify_s"))
+        ratios = f"{1e3 * c_ar:>9.1f}{c_d / c_ar:>10.3f}{c_d / c_v:>9.3f}"
+        print(f"{row['context']:>8}{row['budget']:>8}{ratios}{row['rule_length']:>8}  {speedups} {row['warning']}")
+
+
+PRINTERS = {"real": print_real, "long": print_long}
+
+if __name__ == "__main__":
+    run_program(main, SparseSelfEval)
