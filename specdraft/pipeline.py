@@ -145,7 +145,7 @@ def run(config: RunConfig) -> None:
     trained = trainer.run()
 
     if accelerator.is_main_process:
-        drafter.to(dtype).eval()
+        drafter.to(target.dtype).eval()  # which is fp32 where the processor has no bf16
         costs, speedup = measure(target, drafter, in_order(rows, held_out_prompts), config.measure)
         minutes = (time.perf_counter() - started) / 60
         write_results(folder, config, target, drafter, rows, trained, costs, speedup, minutes)
