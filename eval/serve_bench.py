@@ -13,7 +13,7 @@ import json
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from specdraft.config import UserError, config_to_dict, run_program
 from specdraft.data.chat import render_prompt
 from specdraft.data.tasks import builtin_prompts, read_prompts, split_held_out
-from specdraft.export.server import Completion, complete, counters, only_model, vllm_acceptance
+from specdraft.export.server import Completion, Served, complete, counters, only_model, vllm_acceptance
 from specdraft.models.default_target import default_target
 from specdraft.provenance import provenance, write_json
 
@@ -46,25 +46,6 @@ class ServeConfig:
     baseline: Path | None = None
     timeout: float = 600.0
     json: bool = False
-
-
-@dataclass
-class Served:
-    """tokens_per_second: of all requests together, prompts included in the time.   tau: tokens per verify round; conditional_acceptance:
-    of each drafted position, given the one before; both by the server's counters: None, [] where it gives none."""
-
-    server: str
-    model: str
-    requests: int
-    tokens: int
-    seconds: float
-    tokens_per_second: float
-    median_latency_s: float
-    tau: float | None = None
-    conditional_acceptance: list[float] = field(default_factory=list)
-    speedup: float | None = None
-    match_rate: float | None = None
-    texts: list[str] = field(default_factory=list)
 
 
 def main(config: ServeConfig) -> None:

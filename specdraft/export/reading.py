@@ -214,7 +214,7 @@ def read_map(layout: Layout, tensors: dict[str, Tensor], target: TargetModel, wh
     if "d2t" not in tensors:
         return None
     d2t = tensors["d2t"]
-    if d2t.dtype.is_floating_point or d2t.dim() != 1:
+    if d2t.dtype.is_floating_point or list(d2t.shape) != [layout.draft_vocab_size]:
         raise UserError(
             f"drafter {where}: d2t is {d2t.dtype} {list(d2t.shape)}, expected int64 [{layout.draft_vocab_size}]"
         )
@@ -243,9 +243,9 @@ def vocab_sizes(settings: dict[str, Any], draft: Any, where: str) -> tuple[int, 
     return vocab_size, draft
 
 
-def read_flags(settings: dict[str, Any], where: str, **defaults: bool) -> dict[str, bool]:
-    """Norm flags, those that are missing at the format's own defaults. Raises UserError for two that exclude each other."""
-    flags = {name: bool(settings.get(name, defaults.get(name, False))) for name in FLAGS}
+def read_flags(settings: dict[str, Any], where: str) -> dict[str, bool]:
+    """Norm flags; one that is missing is off, in both formats. Raises UserError for two that exclude each other."""
+    flags = {name: bool(settings.get(name, False)) for name in FLAGS}
     if flags["fc_norm"] and flags["norm_before_fc"]:
         raise UserError(f"drafter {where}: fc_norm and norm_before_fc exclude each other; repair its config.json")
     return flags

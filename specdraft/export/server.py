@@ -10,7 +10,7 @@ import re
 import time
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from specdraft.config import UserError
@@ -26,6 +26,25 @@ class Completion:
     text: str
     tokens: int
     seconds: float
+
+
+@dataclass
+class Served:
+    """tokens_per_second: of all requests together, prompts included in the time.   tau: tokens per verify round; conditional_acceptance:
+    of each drafted position, given the one before; both by the server's counters: None, [] where it gives none."""
+
+    server: str
+    model: str
+    requests: int
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    median_latency_s: float
+    tau: float | None = None
+    conditional_acceptance: list[float] = field(default_factory=list)
+    speedup: float | None = None
+    match_rate: float | None = None
+    texts: list[str] = field(default_factory=list)
 
 
 def request(url: str, timeout: float, body: dict[str, Any] | None = None) -> str:

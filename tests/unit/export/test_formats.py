@@ -397,6 +397,13 @@ def test_nobodys_folder_is_overwritten(target, tmp_path):
     export_eagle3(make_drafter(target, "full"), target, tmp_path / "mine")  # a former export may be
 
 
+def test_a_map_of_another_length_where_none_is_needed(target, tmp_path):
+    export_sglang(make_drafter(target, "full"), target, tmp_path / "out")
+    rewrite(tmp_path / "out", tensors={"d2t": torch.zeros(5, dtype=torch.int64)})
+    with pytest.raises(UserError, match=r"d2t is torch.int64 \[5\], expected int64 \[320\]"):
+        import_sglang(tmp_path / "out", target)
+
+
 def test_padded_rows_are_cut_and_never_drafted(padded_target, tmp_path):
     """Known fault 12: somebody's full head over the padded vocabulary, and a map that names a padded row."""
     drafter = make_drafter(padded_target, "full")
