@@ -2,6 +2,7 @@
 # make test    lint, then the whole suite
 # make test-speculators   the unroll and the losses against speculators, live, in a venv of its own
 # make test-deepspeed     ZeRO on two processes against one, in a venv of its own
+# make test-engines      a drafter exported, loaded by speculators and served by vLLM on the CPU, in venvs of their own
 # make gpu     GPU tests, kernels against their references, and benchmarks on real shapes (needs a CUDA device)
 # Everything installs what it needs into .venv on first use.
 
@@ -9,7 +10,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: venv train test lint test-speculators test-deepspeed gpu clean
+.PHONY: venv train test lint test-speculators test-deepspeed test-engines engines-processor gpu clean
 
 venv: .venv/ready
 
@@ -54,6 +55,23 @@ test-deepspeed: .venv-deepspeed/ready
 	.venv-deepspeed/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,deepspeed]'
 	@touch $@
 
+# The drafter of `make train`, or a small one of a few steps where there is none.
+ENGINES_DRAFTER = $(firstword $(wildcard runs/slimspec/drafter) runs/engines/drafter)
+
+engines-processor:
+	@$(PYTHON) tests/engines/processor.py
+
+test-engines: engines-processor .venv/ready .venv-speculators/ready .venv-vllm/ready $(ENGINES_DRAFTER)
+	$(BIN)/python tests/engines/run.py --drafter $(ENGINES_DRAFTER)
+
+runs/engines/drafter: | .venv/ready
+	$(BIN)/accelerate launch recipes/train_slimspec.py --name engines --max-prompts 120 --answers.max-new-tokens 64 \
+		--train.epochs 4 --train.max-minutes 4 --measure.prompts 4 --measure.max-new-tokens 32 --measure.draft-length 2
+
+.venv-vllm/ready: tests/engines/make_vllm_venv.sh
+	tests/engines/make_vllm_venv.sh $(PYTHON) .venv-vllm
+	@touch $@
+
 gpu: .venv/ready
 	@$(BIN)/python -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' || { echo "error: make gpu: no CUDA device here"; exit 2; }
 	$(BIN)/python -m pytest -m gpu
@@ -61,4 +79,4 @@ gpu: .venv/ready
 	$(BIN)/python benchmarks/decode.py --device cuda --json
 
 clean:
-	rm -rf .venv .venv-speculators .venv-deepspeed build dist *.egg-info
+	rm -rf .venv .venv-speculators .venv-deepspeed .venv-vllm build dist *.egg-info
