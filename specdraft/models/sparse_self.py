@@ -209,7 +209,7 @@ class Sequence:
             first = 0 if window is None else max(0, self.length - window + 1)  # what the next token may see
             mass = self.importance.mass(layer, self.length)
             index = choose_positions(mass, count, self.config.sinks, tail, first)
-            self.packed.fill(layer, index, self.dense.keys[layer], self.dense.values[layer])
+            self.packed.fill(layer, index, self.length, self.dense.keys[layer], self.dense.values[layer])
 
     def _count_prompt(self, recorded: list[AttentionInputs]) -> None:
         """The weights of the prompt's last queries, from the queries and the keys of its own pass."""
@@ -295,12 +295,14 @@ class Packed(HookedCache):
         """Drafting starts (again) at this position."""
         self.start, self.lengths = length, [length]
 
-    def fill(self, layer: int, index: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Gather the positions index [G, C] of a layer's dense keys and values [1, G, slots, D]. Nothing is allocated but
-        the row numbers."""
+    def fill(self, layer: int, index: Tensor, length: int, keys: Tensor, values: Tensor) -> None:
+        """Gather the positions index [G, C] of a layer's dense keys and values [1, G, slots, D], of which `length` are in use.
+        Nothing is allocated but the row numbers."""
         count = index.shape[1]
         self.chosen[layer] = count
         self.positions[layer][:count] = index.T
+        behind = self.positions[layer][count:]  # where the drafted tokens will stand
+        behind[:] = torch.arange(length, length + len(behind), device=behind.device)[:, None]
         rows = self.positions[layer][:count] + torch.arange(len(index), device=index.device) * keys.shape[2]
         for stored, buffer in zip((keys, values), self.buffers[layer], strict=True):
             assert stored.is_contiguous()
@@ -311,7 +313,6 @@ class Packed(HookedCache):
         slot = self.chosen[layer] + append.start - self.start
         buffer = self.buffers[layer]
         buffer[0, slot], buffer[1, slot] = keys[0, 0], values[0, 0]
-        self.positions[layer][slot] = append.start
         return buffer[:1, : slot + 1].transpose(1, 2), buffer[1:, : slot + 1].transpose(1, 2)
 
 
