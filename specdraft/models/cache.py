@@ -1,12 +1,14 @@
 """Keys and values of a target, for rows that may have different lengths.
 
-It knows nothing of the model: only slots. A forward pass appends n slots to every row; `crop` drops the tail, so that
-rejected tokens leave nothing behind.
+It knows nothing of the model: only slots. A forward pass appends n slots to every row; `crop` drops the tail and `keep`
+all but one path of a tree, so that rejected tokens leave nothing behind.
 
 Letters: B rows, G key/value heads, T slots, D head width, n new tokens.
 """
 
 from __future__ import annotations
+
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +18,11 @@ BLOCK = 64
 
 
 class KVCache:
-    """Keys and values [B, G, T, D] of every layer.
+    """Keys and values [B, G, T, D] of every layer. max_length: tokens a row may come to have.
 
     One row: T = max_length from the start, and a pass reads the slots in use. Several rows: T grows by blocks of 64, and
-    a pass reads all T slots, since batched products are many times faster over memory without gaps.
+    a pass reads all T slots, since batched products are many times faster over memory without gaps. T exceeds max_length
+    only where nodes of a tree or padding need more slots than there are positions.
     `lengths` counts the slots in use of each row, as Python integers: nothing here waits for a device. Other slots hold
     rubbish (finite numbers), which the masks of `Append` hide.
     """
@@ -32,6 +35,10 @@ class KVCache:
         self.keys: list[Tensor | None] = [None] * num_layers
         self.values: list[Tensor | None] = [None] * num_layers
 
+    def grow(self, counts: list[int]) -> None:
+        """So many of the slots that were written last are in use now."""
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
     def crop(self, lengths: int | list[int]) -> None:
         """Keep the first `lengths` slots of the rows (one number for all rows, or one for each)."""
         lengths = [lengths] * self.batch_size if isinstance(lengths, int) else list(lengths)
@@ -39,25 +46,51 @@ class KVCache:
         self.lengths = lengths
 
     @torch.inference_mode()
+    def keep(self, starts: list[int], paths: list[list[int]]) -> None:
+        """Of row b keep the first starts[b] slots and, moved up behind them, the slots starts[b] + i for i in paths[b]
+        (ascending). A path 0, 1, 2, ... has nothing to move."""
+        moved = [
+            (row, start + to, start + of)
+            for row, (start, path) in enumerate(zip(starts, paths, strict=True))
+            for to, of in enumerate(path)
+            if to != of
+        ]
+        if moved:
+            rows, to, of = torch.tensor(moved, device=self.keys[0].device).unbind(1)
+            for stored in (*self.keys, *self.values):
+                stored[rows, :, to] = stored[rows, :, of]
+        self.crop([start + len(path) for start, path in zip(starts, paths, strict=True)])
+
+    @torch.inference_mode()
     def select(self, rows: list[int]) -> None:
-        """Keep only these rows, in this order: drops finished ones from a batch."""
+        """Keep only these rows, in this order: drops finished ones from a batch. Where the rows that change their place come
+        from behind all others, nothing else is copied."""
+        moved = [(to, of) for to, of in enumerate(rows) if to != of]
+        in_place = all(of >= len(rows) for _, of in moved)
         for store in (self.keys, self.values):
             for layer, old in enumerate(store):
-                store[layer] = None if old is None else old[rows]
+                if old is None:
+                    continue
+                if in_place:
+                    for to, of in moved:
+                        old[to] = old[of]
+                store[layer] = old[: len(rows)] if in_place else old[rows]
         self.lengths = [self.lengths[row] for row in rows]
         self.batch_size = len(rows)
 
     def place(
         self, n: int, device: torch.device, positions: Tensor | None = None, mask: Tensor | None = None
     ) -> Append:
-        """Where the next n tokens of every row go."""
+        """Where the next n tokens of every row go. By default their positions are their slots: then the longest row must
+        not pass max_length."""
         end = max(self.lengths) + n
-        assert end <= self.max_length, (end, self.max_length)
         width = end
         if not self.is_single:
             allocated = 0 if self.keys[0] is None else self.keys[0].shape[2]
-            width = max(allocated, min(-(-end // BLOCK) * BLOCK, self.max_length))
-        return Append(self.lengths, n, width, device, positions, mask)
+            width = max(end, allocated, min(-(-end // BLOCK) * BLOCK, self.max_length))
+        else:
+            assert positions is not None or end <= self.max_length, (end, self.max_length)
+        return Append(self.lengths, n, width, device, positions, mask, self.max_length - 1)
 
     def write(self, layer: int, keys: Tensor, values: Tensor, append: Append) -> tuple[Tensor, Tensor]:
         """Store [B, n, G, D] at the slots of `append`; returns the slots to attend to, [B, G, append.width, D]."""
@@ -74,7 +107,10 @@ class KVCache:
         return all_keys[:, :, : append.width], all_values[:, :, : append.width]
 
     def _allocate(self, old: Tensor | None, like: Tensor, width: int) -> Tensor:
-        new = like.new_zeros(len(like), like.shape[2], self.max_length if self.is_single else width, like.shape[3])
+        slots = width
+        if self.is_single:
+            slots = self.max_length if width <= self.max_length else -(-width // BLOCK) * BLOCK
+        new = like.new_zeros(len(like), like.shape[2], slots, like.shape[3])
         if old is not None:
             new[:, :, : old.shape[2]] = old
         return new
@@ -87,8 +123,9 @@ class Append:
     attention reads, at least end.
     rows [B,1], slots [B,n]: index of the new slots where the rows have different lengths, else None: they are start..end.
     positions: rotary positions [B or 1, n] where they are not start..end, else None.
-    mask: boolean, broadcastable to [B,1,n,width]; None where nothing is hidden, or where the new tokens are the first
-    ones and attend to each other causally (`is_causal`).
+    mask: boolean, broadcastable to [B,1,n,width], made when it is asked for; None where nothing is hidden, or where the
+    new tokens are the first ones and attend to each other causally (`is_causal`).
+    last_position: the largest there is: padding on the right of a long row has no position of its own.
     """
 
     def __init__(
@@ -99,6 +136,7 @@ class Append:
         device: torch.device,
         positions: Tensor | None = None,
         mask: Tensor | None = None,
+        last_position: int | None = None,
     ):
         self.start, self.end, self.width = min(lengths), max(lengths) + n, width
         self.device = device
@@ -106,14 +144,19 @@ class Append:
         if self.start + n != self.end:
             self.slots = torch.tensor(lengths, device=device)[:, None] + torch.arange(n, device=device)
             self.rows = torch.arange(len(lengths), device=device)[:, None]
-        self.positions = self.slots if positions is None else positions
+        self.positions = positions
+        if positions is None and self.slots is not None:
+            self.positions = self.slots.clamp_max(last_position)
         self.is_causal = mask is None and self.end == n
-        if mask is not None:
-            self.mask = F.pad(mask, (0, width - self.end))
-        elif self.is_causal or (n == 1 and self.slots is None and width == self.end):
-            self.mask = None
-        else:
-            self.mask = self.causal_mask()
+        self.n, self.given_mask = n, mask
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        if self.given_mask is not None:
+            return F.pad(self.given_mask, (0, self.width - self.end))
+        if self.is_causal or (self.n == 1 and self.slots is None and self.width == self.end):
+            return None
+        return self.causal_mask()
 
     def new_slots(self) -> Tensor:
         """Slot of every new token, [B or 1, n]."""
