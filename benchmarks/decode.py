@@ -28,10 +28,12 @@ from specdraft.decoding.generate import autoregressive_generate
 from specdraft.decoding.length_policies import Fixed
 from specdraft.decoding.measure import BUSY, Contender, OthersCpu, measure_speedups
 from specdraft.decoding.sampling import Sampling
+from specdraft.models.drafter import Ask
 from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.heads import HeadConfig
 from specdraft.models.initialise import DrafterConfig, new_drafter
 from specdraft.models.target import TargetModel
+from specdraft.models.tree import Chain
 from specdraft.provenance import provenance
 
 
@@ -148,12 +150,13 @@ def cold_head_ms(target: TargetModel, drafter: Eagle3Drafter, prompt: list[int],
     cache = target.new_cache(1, len(prompt) + 1)
     token = torch.tensor([prompt[-1:]], device=target.device)
     step = target.forward(torch.tensor([prompt], device=target.device), cache, logits_for="none")
-    drafter.prefill(step.taps, torch.tensor([[*prompt, prompt[-1]]], device=target.device))
+    drafter.begin(step.taps, [[*prompt, prompt[-1]]], len(prompt) + 2)
     seconds = []
     for _ in range(repeats):
         target.forward(token, cache)
         cache.crop(len(prompt))
-        seconds.append(drafter.propose(1, Sampling().choose).head_seconds)
+        (proposal,) = drafter.draft([Ask(1, Sampling().choose)], Chain())
+        seconds.append(proposal.head_seconds)
     return 1e3 * statistics.median(seconds)
 
 

@@ -1,21 +1,22 @@
 """The decode loop: one prefill, then rounds of draft, one target forward, verify, and dropping what was rejected.
 
 The target alone is the same loop without a drafter, so that both sides of a comparison share cache, sampling and
-counting. It knows nothing of how drafters draft or targets compute. Batch 1, chains.
+counting; a chain is a tree, and one text a batch of one. It knows nothing of how drafters draft or targets compute.
 
-Letters: T prompt tokens, N drafted tokens, V vocabulary, A taps, H width, a accepted tokens.
+Letters: B rows, T prompt tokens, N drafted tokens, n = 1 + N tokens of a pass, V vocabulary, A taps, H width, a accepted tokens.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from specdraft.config import UserError
+from specdraft.decoding.ending import Ending
 from specdraft.decoding.length_policies import Fixed
 from specdraft.decoding.length_policy import DraftLaw, LengthPolicy
 from specdraft.decoding.live_rows import Verified
@@ -23,11 +24,9 @@ from specdraft.decoding.sampling import Sampling, draw, greedy
 from specdraft.decoding.trace import DecodeTrace, Round
 from specdraft.decoding.verify import Verdict, verify, verify_greedy
 from specdraft.decoding.vocab_policies import AllTokens, VocabPolicy
-from specdraft.models.drafter import Drafter, Drawn, Proposal
-from specdraft.models.target import TargetModel
-
-DEFAULT_LENGTH = 4
-NOTHING_DRAFTED = Proposal(torch.empty(0, dtype=torch.int64), [])
+from specdraft.models.drafter import Ask, BatchDrafter, Drafter, Drawn, OneRow, Proposal, nothing
+from specdraft.models.target import Step, TargetModel
+from specdraft.models.tree import Chain, Shape, depths, is_chain, place_trees
 
 
 @dataclass
@@ -42,13 +41,14 @@ class GenerateOutput:
 
 def speculative_generate(
     target: TargetModel,
-    drafter: Drafter | None,
+    drafter: Drafter | BatchDrafter | None,
     input_ids: Sequence[int] | Tensor,
     *,
     max_new_tokens: int,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    tree: Shape | None = None,
     vocab_policy: VocabPolicy | None = None,
     length_policy: LengthPolicy | None = None,
     stop: Sequence[str] = (),
@@ -63,26 +63,83 @@ def speculative_generate(
         input_ids: the prompt, [T] or [1, T] token ids.
         max_new_tokens: never exceeded; neither is the target's context.
         temperature, top_k, top_p: see Sampling; one processor for drafted, verified and bonus tokens.
-        vocab_policy: live rows of the draft head; default all.   length_policy: default 4 tokens a round.
+        tree: how a draft branches (models/tree.py); None = a chain.
+        vocab_policy: live rows of the draft head; default all.
+        length_policy: how deep to draft: tokens of a chain (default 4), levels of a tree (default its own depth, which it
+            never passes). What a policy makes of single tokens is asked for chains only.
         stop: strings; the output ends with the token that completes one.   stop_ids: end it as the target's EOS ids do.
         generator: the only source of randomness; None = torch's global one.
         synchronize: wait for the device at every clock reading: right parts of the trace on a GPU, and a slower run.
 
     Raises:
         UserError: an empty prompt, one longer than the context, ids outside the vocabulary; values outside their
-            ranges; a length policy that would bias sampling at T > 0.
+            ranges; a length policy that would bias sampling at T > 0; a tree for a drafter that drafts chains only.
     """
-    sampling = Sampling(temperature, top_k, top_p)
-    length = Fixed(DEFAULT_LENGTH) if length_policy is None else length_policy
-    if length.bias and not sampling.greedy:
-        raise UserError(
-            f"length policy {type(length).__name__}: got temperature {temperature}, allowed: 0 only, as it would bias the "
-            f"output: {length.bias}"
-        )
-    prompt = check_prompt(input_ids, target)
-    ending = Ending(target, len(prompt), max_new_tokens, stop, stop_ids)
-    vocab = AllTokens() if vocab_policy is None else vocab_policy
-    return _decode(target, drafter, prompt, ending, sampling, vocab, length, generator, _clock(target, synchronize))
+    (output,) = speculative_generate_batch(
+        target,
+        drafter,
+        [input_ids],
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        tree=tree,
+        vocab_policies=None if vocab_policy is None else [vocab_policy],
+        length_policies=None if length_policy is None else [length_policy],
+        stop=stop,
+        stop_ids=stop_ids,
+        generators=None if generator is None else [generator],
+        synchronize=synchronize,
+    )
+    return output
+
+
+def speculative_generate_batch(
+    target: TargetModel,
+    drafter: Drafter | BatchDrafter | None,
+    prompts: Sequence[Sequence[int] | Tensor],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    tree: Shape | None = None,
+    vocab_policies: Sequence[VocabPolicy] | None = None,
+    length_policies: Sequence[LengthPolicy] | None = None,
+    stop: Sequence[str] = (),
+    stop_ids: Sequence[int] = (),
+    generators: Sequence[torch.Generator] | None = None,
+    synchronize: bool = False,
+) -> list[GenerateOutput]:
+    """Decode several prompts together: B outputs, each what `speculative_generate` would give its prompt alone, up to
+    rounding. Rows differ in length and in what is accepted; those that have ended leave the batch.
+
+    Args, as for `speculative_generate`, but for:
+        vocab_policies, length_policies, generators: one for every prompt. A policy that learns from its request cannot
+            serve two rows; two rows with one generator do not draw what each would draw alone.
+
+    Raises:
+        UserError: as for `speculative_generate`; no prompts; policies or generators that are not as many as the prompts, or
+            shared where they must not be; several prompts for a drafter that serves one.
+    """
+    sampling, shape, count = Sampling(temperature, top_k, top_p), Chain() if tree is None else tree, len(prompts)
+    if not prompts:
+        raise UserError("prompts: got none, at least one is needed")
+    lengths = length_policies or [Fixed(shape.depth) for _ in prompts]
+    vocabs = vocab_policies or [AllTokens()] * count
+    generators = generators or [None] * count
+    _check_rows("length_policies", lengths, count, lengths)
+    _check_rows("vocab_policies", vocabs, count, [policy for policy in vocabs if policy.is_per_request])
+    _check_rows("generators", generators, count, [])
+    rows = []
+    for input_ids, length, vocab, generator in zip(prompts, lengths, vocabs, generators, strict=True):
+        _check_bias(length, sampling)
+        prompt = check_prompt(input_ids, target)
+        ending = Ending(target, len(prompt), max_new_tokens, stop, stop_ids)
+        rows.append(Row(prompt, ending, sampling, isinstance(shape, Chain), length, vocab, generator))
+    batch_drafter = drafter if drafter is None or isinstance(drafter, BatchDrafter) else OneRow(drafter)
+    Batch(target, batch_drafter, rows, sampling, shape, _clock(target, synchronize)).decode()
+    return [GenerateOutput(row.tokens, row.ending.reason, row.trace) for row in rows]
 
 
 def autoregressive_generate(
@@ -114,133 +171,256 @@ def autoregressive_generate(
     )
 
 
-@torch.inference_mode()
-def _decode(
-    target: TargetModel,
-    drafter: Drafter | None,
-    prompt: list[int],
-    ending: Ending,
-    sampling: Sampling,
-    vocab: VocabPolicy,
-    length: LengthPolicy,
-    generator: torch.Generator | None,
-    now: Callable[[], float],
-) -> GenerateOutput:
-    def choose(logits: Tensor) -> Drawn:
-        column, law, _ = sampling.choose(logits, generator)
-        if not length.watches:
-            return Drawn(column, law)
-        return Drawn(column, law, not length.go_on(DraftLaw(logits, law, column if length.reads_samples else None)))
+@dataclass
+class Row:
+    """One request on its way.   is_chain: whether its drafts are chains."""
 
-    trace = DecodeTrace(prompt_tokens=len(prompt))
-    tokens: list[int] = []
-    started = now()
-    cache = target.new_cache(1, len(prompt) + ending.limit)
-    input_ids = torch.tensor([prompt], device=target.device)
-    step = target.forward(input_ids, cache, want_taps=drafter is not None, logits_for="last")
-    ending.take(tokens, [_next_token(step.logits[0], sampling, generator)])
-    trace.prefill_s = now() - started
-    if drafter is not None and not ending.reason:
-        drafter.prefill(step.taps, torch.tensor([prompt + tokens], device=target.device))
-        vocab.begin(prompt, step.last[0], target.teacher_logits)
-        trace.draft_prefill_s = now() - started - trace.prefill_s
-    length.begin()
-    while not ending.reason:
-        start = now()
-        budget = min(length.length(), ending.limit - len(tokens) - 1)  # one token of the round is the target's own
-        proposal, live = NOTHING_DRAFTED, None
-        if drafter is not None and budget > 0:
-            live = vocab.live()
-            proposal = drafter.propose(budget, choose, live)
-            proposal = proposal.first(length.keep(len(proposal.parents)))
-        drafted = _check_chain(proposal, budget)
-        proposed = now()
-        run = torch.tensor([[tokens[-1], *drafted]], device=target.device)
-        step = target.forward(run, cache, want_taps=drafter is not None)
-        ran = now()
-        verdict = _verify(step.logits[0], drafted, proposal, sampling, generator)
-        accepted = len(verdict.path)
-        emitted = ending.take(tokens, [*drafted[:accepted], verdict.token])
-        sampled = now()
-        live_rows, is_covered = 0 if live is None else len(live.ids), vocab.covers(verdict.token)
-        if drafter is not None and not ending.reason:
-            kept = [0, *(node + 1 for node in verdict.path)]
-            vocab.observe(Verified(drafted, tokens[-emitted:], accepted, step.logits[0], step.last[0], kept))
-            cache.crop(len(prompt) + len(tokens) - 1)  # keys and values of rejected tokens are gone (papers 9.8)
-            drafter.observe(torch.tensor(tokens[-emitted:], device=target.device), step.taps[:, :emitted])
-        length.observe(len(drafted), accepted)
-        draft_s = proposed - start + now() - sampled
-        times = (draft_s, proposal.head_seconds, ran - proposed, sampled - ran)
-        trace.rounds.append(Round(len(drafted), min(accepted, emitted), emitted, *times, live_rows, is_covered))
-    trace.tokens = len(tokens)
-    trace.seconds = now() - started
-    return GenerateOutput(tokens, ending.reason, trace)
+    prompt: list[int]
+    ending: Ending
+    sampling: Sampling
+    is_chain: bool
+    length: LengthPolicy
+    vocab: VocabPolicy
+    generator: torch.Generator | None
+    tokens: list[int] = field(default_factory=list)
+    trace: DecodeTrace = field(init=False)
+    live: int = 0  # head rows in the current round; 0 = all
+
+    def __post_init__(self) -> None:
+        self.trace = DecodeTrace(prompt_tokens=len(self.prompt))
+
+    def ask(self) -> Ask:
+        """What to draft in the coming round."""
+        budget = min(self.length.length(), self.ending.limit - len(self.tokens) - 1)  # one token is the target's own
+        live = self.vocab.live() if budget > 0 else None
+        self.live = 0 if live is None else len(live.ids)
+        return Ask(budget, self.choose, live)
+
+    def choose(self, logits: Tensor) -> Drawn:
+        drawn = self.sampling.choose(logits, self.generator)
+        if not (self.is_chain and self.length.watches):
+            return drawn
+        law = DraftLaw(logits, drawn.law, drawn.column if self.length.reads_samples else None)
+        return Drawn(drawn.column, drawn.law, not self.length.go_on(law))
+
+    def next_token(self, logits: Tensor) -> int:
+        """logits [1, V]"""
+        return int(greedy(logits) if self.sampling.greedy else draw(self.sampling.law(logits[0]), self.generator))
+
+    def verify(self, logits: Tensor, best: list[int] | None, tokens: list[int], proposal: Proposal) -> Verdict:
+        """logits [n, V] after the last committed token and after every drafted one; best: their argmax, given at T = 0."""
+        if best is not None:
+            return verify_greedy(best, tokens, proposal.parents)
+        law_of = lambda i: self.sampling.law(logits[i])  # noqa: E731
+        return verify(law_of, tokens, proposal.parents, proposal.q, proposal.ids, self.generator)
 
 
-class Ending:
-    """When a text ends, by one rule for both sides of a comparison; and how many tokens it may still get.
+class Batch:
+    """Requests that are decoded together. A pass of the target and a draft serve all rows; everything else is a row's own.
 
-    limit: new tokens allowed: max_new_tokens, or fewer where the context ends.   reason: empty until it has ended.
-    """
+    Times in a row's trace are its share: a pass over B rows counts with a B-th in each."""
 
     def __init__(
-        self, target: TargetModel, prompt_length: int, max_new_tokens: int, stop: Sequence[str], stop_ids: Sequence[int]
+        self,
+        target: TargetModel,
+        drafter: BatchDrafter | None,
+        rows: list[Row],
+        sampling: Sampling,
+        shape: Shape,
+        now: Callable[[], float],
     ):
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens: got {max_new_tokens}, allowed: 1 or more")
-        if stop and target.tokenizer is None:
-            raise UserError(f"stop: got {list(stop)}, but the target {target.name} has no tokenizer; give stop_ids")
-        if "" in stop:
-            raise UserError("stop: got an empty string; give strings of one character or more")
-        self.eos_ids = frozenset(target.eos_token_ids)
-        self.stop_ids = frozenset(stop_ids)
-        self.stop = tuple(stop)
-        self.window = max((len(text.encode()) for text in stop), default=0) + 4
-        self.tokenizer = target.tokenizer
-        self.limit = min(max_new_tokens, target.max_positions - prompt_length)
-        self.limit_reason = "length" if self.limit == max_new_tokens else "context"
-        self.reason = ""
+        self.target, self.drafter, self.rows, self.sampling, self.shape, self.now = (
+            target,
+            drafter,
+            list(rows),
+            sampling,
+            shape,
+            now,
+        )
 
-    def take(self, tokens: list[int], new: list[int]) -> int:
-        """Append to `tokens` those of `new` that the user gets; returns how many."""
-        for count, token in enumerate(new, 1):
-            tokens.append(token)
-            self.reason = self._ends(tokens)
-            if self.reason:
-                return count
-        return len(new)
+    @torch.inference_mode()
+    def decode(self) -> None:
+        """Until every row has ended."""
+        started = self.now()
+        work = self._prefill
+        while self.rows:
+            rows, share = self.rows, 1 / len(self.rows)
+            work()
+            now = self.now()
+            for row in rows:
+                row.trace.seconds += share * (now - started)
+                row.trace.tokens = len(row.tokens)
+            started, work = now, self._round
 
-    def _ends(self, tokens: list[int]) -> str:
-        if tokens[-1] in self.eos_ids:
-            return "eos"
-        if tokens[-1] in self.stop_ids:
-            return "stop"
-        if self.stop:
-            text = self.tokenizer.decode(tokens[-self.window :])  # a token is at least one byte
-            if any(string in text for string in self.stop):
-                return "stop"
-        return self.limit_reason if len(tokens) == self.limit else ""
+    def _prefill(self) -> None:
+        """The prompts; the first token of every row; then the drafter, over the rows that go on."""
+        rows, share = self.rows, 1 / len(self.rows)
+        start = self.now()
+        counts = [len(row.prompt) for row in rows]
+        max_length = max(len(row.prompt) + row.ending.limit for row in rows)
+        self.cache = self.target.new_cache(len(rows), max_length)
+        step = self.target.forward(
+            self._padded([row.prompt for row in rows]),
+            self.cache,
+            counts=None if len(set(counts)) == 1 else counts,
+            want_taps=self.drafter is not None,
+            logits_for="last",
+        )
+        for row, logits in zip(rows, step.logits, strict=True):
+            row.ending.take(row.tokens, [row.next_token(logits)])
+            row.length.begin()
+        ran = self.now()
+        for row in rows:
+            row.trace.prefill_s = share * (ran - start)
+        going = self._leave()
+        if self.drafter is None or not going:
+            return
+        taps = step.taps if len(going) == len(rows) else step.taps[going]
+        self.drafter.begin(taps, [row.prompt + row.tokens for row in self.rows], max_length)
+        for row, b in zip(self.rows, going, strict=True):
+            row.vocab.begin(row.prompt, step.last[b, : len(row.prompt)], self.target.teacher_logits)
+        drafted = self.now()
+        for row in self.rows:
+            row.trace.draft_prefill_s = (drafted - ran) / len(self.rows)
+
+    def _round(self) -> None:
+        start = self.now()
+        proposals = self._propose()
+        drafted = [proposal.tokens.tolist() for proposal in proposals]
+        starts = self.cache.lengths
+        proposed = self.now()
+        step = self._run(drafted, [proposal.parents for proposal in proposals])
+        ran = self.now()
+        verdicts, emitted = self._verify(step.logits, drafted, proposals)
+        sampled = self.now()
+        covered = [row.vocab.covers(verdict.token) for row, verdict in zip(self.rows, verdicts, strict=True)]
+        kept = [[0, *(node + 1 for node in verdict.path)] for verdict in verdicts]
+        rows = self.rows
+        self._commit(step, drafted, kept, emitted, starts)
+        share = 1 / len(rows)
+        draft_s = share * (proposed - start + self.now() - sampled)
+        times = {"draft_s": draft_s, "verify_s": share * (ran - proposed), "sample_s": share * (sampled - ran)}
+        for b, row in enumerate(rows):
+            accepted, levels = len(verdicts[b].path), max(depths(proposals[b].parents), default=0)
+            row.length.observe(levels, accepted)
+            row.trace.rounds.append(
+                Round(
+                    len(drafted[b]),
+                    min(accepted, emitted[b]),
+                    emitted[b],
+                    head_s=proposals[b].head_seconds,
+                    live=row.live,
+                    is_covered=covered[b],
+                    levels=levels,
+                    **times,
+                )
+            )
+
+    def _propose(self) -> list[Proposal]:
+        asks = [row.ask() for row in self.rows]
+        if self.drafter is None or max(ask.budget for ask in asks) <= 0:
+            return [nothing() for _ in asks]
+        proposals = self.drafter.draft(asks, self.shape)
+        if isinstance(self.shape, Chain):
+            proposals = [p.first(row.length.keep(len(p.parents))) for row, p in zip(self.rows, proposals, strict=True)]
+        for ask, proposal in zip(asks, proposals, strict=True):
+            _check(proposal, ask.budget, self.shape)
+        return proposals
+
+    def _run(self, drafted: list[list[int]], parents: list[list[int]]) -> Step:
+        """The target over the last committed token and the drafted ones of every row, padded on the right."""
+        ids = self._padded([[row.tokens[-1], *nodes] for row, nodes in zip(self.rows, drafted, strict=True)])
+        positions = mask = None
+        if not all(is_chain(row) for row in parents):
+            positions, mask = place_trees(self.cache.lengths, parents, self.target.device)
+        return self.target.forward(ids, self.cache, positions=positions, mask=mask, want_taps=self.drafter is not None)
+
+    def _verify(
+        self, logits: Tensor, drafted: list[list[int]], proposals: list[Proposal]
+    ) -> tuple[list[Verdict], list[int]]:
+        """Every row's verdict, and how many tokens the user got by it. logits [B, n, V]"""
+        best = greedy(logits).tolist() if self.sampling.greedy else [None] * len(self.rows)
+        verdicts = [row.verify(logits[b], best[b], drafted[b], proposals[b]) for b, row in enumerate(self.rows)]
+        emitted = [
+            row.ending.take(row.tokens, [*(drafted[b][node] for node in verdicts[b].path), verdicts[b].token])
+            for b, row in enumerate(self.rows)
+        ]
+        return verdicts, emitted
+
+    def _commit(
+        self, step: Step, drafted: list[list[int]], kept: list[list[int]], emitted: list[int], starts: list[int]
+    ) -> None:
+        """What of the pass stays: in the cache (papers 9.8), with the drafter, with the policies; rows that have ended leave.
+
+        kept: places in the pass of the last committed token and of the accepted path.   starts: slots before the pass."""
+        self.cache.keep(starts, [places[:count] for places, count in zip(kept, emitted, strict=True)])
+        if self.drafter is not None:
+            for b, row in enumerate(self.rows):
+                if not row.ending.reason:
+                    n = 1 + len(drafted[b])
+                    committed, accepted = row.tokens[-emitted[b] :], len(kept[b]) - 1
+                    row.vocab.observe(
+                        Verified(drafted[b], committed, accepted, step.logits[b, :n], step.last[b, :n], kept[b])
+                    )
+        before = len(self.rows)
+        going = self._leave()
+        if self.drafter is None or not going:
+            return
+        if len(going) < before:
+            self.drafter.select(going)
+        places = [kept[b] for b in going]
+        tokens = [row.tokens[-emitted[b] :] for row, b in zip(self.rows, going, strict=True)]
+        self.drafter.commit(tokens, _gather(step.taps if len(going) == before else step.taps[going], places))
+
+    def _leave(self) -> list[int]:
+        """Drop the rows that have ended. Returns the former places of the others; the last ones take the places that are free."""
+        going = [b for b, row in enumerate(self.rows) if not row.ending.reason]
+        if len(going) < len(self.rows):
+            stay = set(going)
+            late = [b for b in going if b >= len(going)]
+            going = [b if b in stay else late.pop() for b in range(len(going))]
+            self.rows = [self.rows[b] for b in going]
+            if going:
+                self.cache.select(going)
+        return going
+
+    def _padded(self, rows: list[list[int]]) -> Tensor:
+        """[B, longest] token ids, padded on the right."""
+        longest = max(len(row) for row in rows)
+        return torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=self.target.device)
 
 
-def _verify(
-    logits: Tensor, drafted: list[int], proposal: Proposal, sampling: Sampling, generator: torch.Generator | None
-) -> Verdict:
-    """logits [N+1, V] after the last committed token and after every drafted one."""
-    if sampling.greedy:
-        return verify_greedy(greedy(logits).tolist(), drafted, proposal.parents)
-    return verify(lambda row: sampling.law(logits[row]), drafted, proposal.parents, proposal.q, proposal.ids, generator)
+def _gather(taps: Tensor, places: list[list[int]]) -> Tensor:
+    """taps [B, n, A*H] -> those at each row's places (ascending), padded on the right."""
+    longest = max(len(row) for row in places)
+    if all(row[-1] == len(row) - 1 for row in places):
+        return taps[:, :longest]
+    index = torch.tensor([row + [0] * (longest - len(row)) for row in places], device=taps.device)
+    return taps.gather(1, index[:, :, None].expand(-1, -1, taps.shape[2]))
 
 
-def _next_token(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> int:
-    """logits [1, V]"""
-    return int(greedy(logits) if sampling.greedy else draw(sampling.law(logits[0]), generator))
+def _check(proposal: Proposal, budget: int, shape: Shape) -> None:
+    parents = proposal.parents
+    assert len(proposal.tokens) == len(parents), (len(proposal.tokens), len(parents))
+    assert all(-1 <= parent < i for i, parent in enumerate(parents)), f"not a tree: parents {parents}"
+    assert max(depths(parents), default=0) <= max(budget, 0), f"the drafter went below a budget of {budget}: {parents}"
+    assert shape.width > 1 or is_chain(parents), f"not a chain: parents {parents}"
 
 
-def _check_chain(proposal: Proposal, budget: int) -> list[int]:
-    drafted = proposal.tokens.tolist()
-    assert len(drafted) <= max(budget, 0), f"the drafter gave {len(drafted)} tokens for a budget of {budget}"
-    assert proposal.parents == list(range(-1, len(drafted) - 1)), f"not a chain: parents {proposal.parents}"
-    return drafted
+def _check_rows(what: str, given: Sequence, count: int, own: Sequence) -> None:
+    """own: those that must not serve two rows."""
+    if len(given) != count:
+        raise UserError(f"{what}: got {len(given)}, allowed: {count}, one for every prompt")
+    if len({id(one) for one in own}) < len(own):
+        raise UserError(f"{what}: got the same object for two prompts, which would mix them up; give each its own")
+
+
+def _check_bias(length: LengthPolicy, sampling: Sampling) -> None:
+    if length.bias and not sampling.greedy:
+        raise UserError(
+            f"length policy {type(length).__name__}: got temperature {sampling.temperature}, allowed: 0 only, as it would "
+            f"bias the output: {length.bias}"
+        )
 
 
 def check_prompt(input_ids: Sequence[int] | Tensor, target: TargetModel) -> list[int]:

@@ -23,7 +23,8 @@ class Round:
     accepted, plus one of the target's own unless the round ended the text inside the draft. Seconds: draft_s is all of
     the drafter's time, head_s the part of it in head products; verify_s the target's forward pass; sample_s making
     laws, choosing tokens and stop checks.   live: rows of the head that were live; 0 = all.   is_covered: whether the target's
-    own token (correction or bonus) could have been drafted from them."""
+    own token (correction or bonus) could have been drafted from them.   levels: of a drafted tree; None = a chain, as deep as it
+    is long. In a batch of B rows all seconds are the row's share, a B-th of what the batch took."""
 
     drafted: int
     accepted: int
@@ -34,6 +35,12 @@ class Round:
     sample_s: float = 0.0
     live: int = 0
     is_covered: bool = True
+    levels: int | None = None
+
+    @property
+    def depth(self) -> int:
+        """Tokens of the longest drafted path."""
+        return self.drafted if self.levels is None else self.levels
 
     @property
     def seconds(self) -> float:
@@ -79,14 +86,15 @@ def joint_acceptance(traces: Sequence[DecodeTrace]) -> list[float]:
 
 
 def conditional_acceptance(traces: Sequence[DecodeTrace]) -> list[float]:
-    """alpha_j for j = 1..K (chains): of the rounds that tried position j (it was drafted, all before it were accepted,
-    and the text had not ended), the share that accepted it. NaN for a position never tried."""
+    """alpha_j for j = 1..K: of the rounds that tried position j (it was drafted, all before it were accepted, and the text had
+    not ended), the share that accepted it. NaN for a position never tried. In a tree position j was drafted where the tree is
+    that deep: a path that ends earlier counts as not accepted at j."""
     counts = acceptance_counts(traces)
     return [_ratio(accepted, tried) for accepted, tried in counts]
 
 
 def acceptance_counts(traces: Sequence[DecodeTrace]) -> list[tuple[int, int]]:
-    """(accepted, tried) for positions 1..K of a chain."""
+    """(accepted, tried) for positions 1..K."""
     rounds = _rounds(traces)
     positions = range(1, _longest(rounds) + 1)
     return [(sum(r.accepted >= j for r in rounds), sum(_tried(r, j) for r in rounds)) for j in positions]
@@ -132,7 +140,7 @@ def top2_margin(logits: Tensor) -> float:
 
 def _tried(r: Round, position: int) -> bool:
     ended = r.emitted == r.accepted
-    return r.drafted >= position and r.accepted >= position - 1 and not (ended and position > r.accepted)
+    return r.depth >= position and r.accepted >= position - 1 and not (ended and position > r.accepted)
 
 
 def _rounds(traces: Sequence[DecodeTrace]) -> list[Round]:
@@ -140,7 +148,7 @@ def _rounds(traces: Sequence[DecodeTrace]) -> list[Round]:
 
 
 def _longest(rounds: Sequence[Round]) -> int:
-    return max((r.drafted for r in rounds), default=0)
+    return max((r.depth for r in rounds), default=0)
 
 
 def _ratio(numerator: float, denominator: float) -> float:

@@ -9,7 +9,7 @@ the order in which they were drawn. Letters: N nodes, V vocabulary, S columns of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,7 @@ def verify(
     law_of: Callable[[int], Tensor],
     tokens: list[int],
     parents: list[int],
-    q: Tensor | None = None,
+    q: Sequence[Tensor] | None = None,
     ids: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Verdict:
@@ -42,20 +42,23 @@ def verify(
     that node i was really drawn from, given the siblings before it. So the three kinds of siblings are one rule:
       independent:          the same q for all;
       without replacement:  q of a later sibling has its elder siblings at 0 and is normalised again;
-      deterministic:        q = None, point masses: x is accepted with probability p(x), a rejected x leaves p(x) = 0.
+      deterministic:        q = None, point masses: x is accepted with probability p(x), a rejected x leaves p(x) = 0. That is
+                            the law of drawing from p and looking for a child that matches, which is how it is done.
 
     Args:
         law_of: row -> target law [V]: row 0 after the last committed token, row i+1 after node i. Asked for only where
         the
             walk comes by, so that laws of rejected branches are never made.
         tokens, parents: of the N nodes, as target ids and node indices (-1 = the last committed token).
-        q: [N, S] draft laws, or None.   ids: [S] target ids of q's columns; None = all of 0..V-1.
+        q: N draft laws [S], or None.   ids: [S] target ids of q's columns; None = all of 0..V-1.
     """
+    if q is None:
+        return _match(lambda row: int(draw(law_of(row), generator)), tokens, parents)
     node, path, law = -1, [], law_of(0)
     for i, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         if parent != node:
             continue
-        drawn_from = _point_mass(token, law) if q is None else _spread(q[i], ids, law)
+        drawn_from = _spread(q[i], ids, law)
         if uniform(generator) * float(drawn_from[token]) < float(law[token]):
             node, law = i, law_of(i + 1)
             path.append(i)
@@ -67,12 +70,17 @@ def verify(
 def verify_greedy(best: list[int], tokens: list[int], parents: list[int]) -> Verdict:
     """`verify` for T = 0, where every target law is a point mass on `best[i]` ([N+1], the argmax of row i): a child is
     accepted iff it is the argmax, whatever law it was drawn from, and the residual stays the point mass."""
-    node, path = -1, []
+    return _match(best.__getitem__, tokens, parents)
+
+
+def _match(next_of: Callable[[int], int], tokens: list[int], parents: list[int]) -> Verdict:
+    """Deterministic children: the target's own next token, `next_of(row)`, is taken, and drafting has paid where it is a child."""
+    node, path, own = -1, [], next_of(0)
     for i, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-        if parent == node and token == best[node + 1]:
-            node = i
+        if parent == node and token == own:
+            node, own = i, next_of(i + 1)
             path.append(i)
-    return Verdict(path, best[node + 1])
+    return Verdict(path, own)
 
 
 def _residual(law: Tensor, drawn_from: Tensor) -> Tensor:
@@ -80,12 +88,6 @@ def _residual(law: Tensor, drawn_from: Tensor) -> Tensor:
     left = (law - drawn_from).clamp_(min=0)
     total = left.sum()
     return left / total if total > 0 else law
-
-
-def _point_mass(token: int, like: Tensor) -> Tensor:
-    law = torch.zeros_like(like)
-    law[token] = 1
-    return law
 
 
 def _spread(q: Tensor, ids: Tensor | None, like: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
-"""Drafting a chain, token by token, with the EAGLE-3 layer: packed weights, keys and values, and the steps that extend them.
+"""Drafting with the EAGLE-3 layer, level by level: packed weights, keys and values, and the steps that extend them.
 
-It knows nothing of training or of verification.
+It knows nothing of training, of how a draft branches (tree.py), or of verification.
 
-Letters: A taps, H width, h heads, k key/value heads, d head width, n rows, S columns of the draft law.
+Letters: B sequences, A taps, H width, h heads, k key/value heads, d head width, n rows, w nodes of a level, S columns of the
+draft law.
 """
 
 from __future__ import annotations
@@ -15,71 +16,169 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdraft.models.drafter import Choose, LiveRows, Proposal
+from specdraft.models.cache import Append, KVCache
+from specdraft.models.drafter import Ask, LiveRows, Proposal, nothing
 from specdraft.models.eagle3_layer import Arithmetic, RMSNorm
 from specdraft.models.heads import LowRankHead
 from specdraft.models.layers import FrozenLinear, FrozenRMSNorm
+from specdraft.models.lean import additive, attend
+from specdraft.models.tree import Growth, Level, Shape
 
 
-class Chain:
-    """One sequence. Row i holds the feature of position i and the token i+1; rows of drafted states stand behind the `length`
-    rows of committed tokens and are overwritten by the next ones."""
+class Sequences:
+    """B sequences. Row i of one holds the feature of position i and the token i+1; rows of drafted states stand behind those of
+    committed tokens and are dropped after the draft."""
 
-    def __init__(self, weights: FrozenWeights, taps: Tensor, tokens: Tensor, capacity: int = 512):
-        """taps [1, n, A*H] and tokens [1, n]: the rows to begin with."""
+    def __init__(self, weights: FrozenWeights, batch_size: int, max_length: int):
         self.weights = weights
-        shape = (1, weights.config.num_key_value_heads, capacity, weights.config.head_dim)
-        self.keys, self.values = taps.new_empty(shape), taps.new_empty(shape)
-        self.length = 0
-        self.append(taps, tokens)
+        self.cache = KVCache(batch_size, max_length, 1)
 
-    def append(self, taps: Tensor, tokens: Tensor) -> None:
-        """Rows of committed tokens [1, n] with the target's features [1, n, A*H]; drafting starts from the last one."""
-        x, residual = self.weights.layer_input(self.weights.fuse(taps), tokens)
-        q = self._project(x, self.length)
-        self.length += x.shape[1]
-        self.q, self.residual = q[:, :, -1:], residual[:, -1:]
+    def append(self, taps: Tensor, tokens: list[list[int]]) -> None:
+        """Rows of committed tokens with the target's features [B, n, A*H], both padded on the right; drafting starts from the
+        last one of each sequence."""
+        counts = [len(row) for row in tokens]
+        n = max(counts)
+        ids = torch.tensor([row + [0] * (n - len(row)) for row in tokens], device=taps.device)
+        x, residual = self.weights.layer_input(self.weights.fuse(taps), ids)
+        q, _, _ = self._project(x, self.cache.place(n, taps.device))
+        self.cache.grow(counts)
+        if min(counts) == n:
+            self.q, self.residual = q[:, :, -1:], residual[:, -1:]
+        else:
+            rows, last = range(len(counts)), [count - 1 for count in counts]
+            self.q, self.residual = q[rows, :, last][:, :, None], residual[rows, last][:, None]
 
-    def propose(self, budget: int, choose: Choose, live: LiveRows | None) -> Proposal:
-        """See Drafter.propose."""
-        weights, q, hidden = self.weights, self.q, self.residual
-        ids = weights.head.target_ids() if live is None else live.ids
-        tokens, laws, head_seconds = [], [], 0.0
-        for step in range(budget):
-            position = self.length - 1 + step
-            if step:
-                x, hidden = weights.layer_input(hidden, tokens[-1][None])
-                q = self._project(x, position)
-            keys, values = self.keys[:, :, : position + 1], self.values[:, :, : position + 1]
-            hidden, normed = weights.finish(F.scaled_dot_product_attention(q, keys, values, enable_gqa=True), hidden)
+    def select(self, rows: list[int]) -> None:
+        """See BatchDrafter.select."""
+        self.cache.select(rows)
+        self.q, self.residual = self.q[rows], self.residual[rows]
+
+    @property
+    def device(self) -> torch.device:
+        return self.residual.device
+
+    def draft(self, asks: list[Ask], shape: Shape) -> list[Proposal]:
+        """See BatchDrafter.draft."""
+        weights, committed = self.weights, self.cache.lengths
+        growths = [self._begin(ask, shape) if ask.budget > 0 else None for ask in asks]
+        going = {b: 1 for b, growth in enumerate(growths) if growth is not None}  # nodes of each row that ran last
+        nodes = None if shape.width == 1 else Nodes(self.cache, self.device)
+        hidden, normed = weights.finish(self._attend_to_committed(), self.residual)
+        head_seconds = 0.0
+        while True:
             start = time.perf_counter()
-            logits = weights.logits(normed[:, 0], live)
+            logits = self._logits(normed, {b: asks[b].live for b in going})
             head_seconds += time.perf_counter() - start
-            column, law, is_last = choose(logits)
-            tokens.append(column if ids is None else ids[column])
-            laws.append(law)
-            if is_last:
+            levels = {b: growths[b].grow(logits[b][:count]) for b, count in going.items()}
+            levels = {b: level for b, level in levels.items() if level is not None}
+            if not levels:
                 break
-        q = None if not laws or laws[0] is None else torch.stack(laws)
-        return Proposal(torch.cat(tokens), list(range(-1, len(tokens) - 1)), q, ids, head_seconds)
+            going = {b: len(tokens) for b, (tokens, _) in levels.items()}
+            hidden, normed = self._run(levels, hidden, nodes)
+        self.cache.crop(committed)
+        proposals = [nothing() if growth is None else growth.proposal() for growth in growths]
+        for proposal in proposals:
+            proposal.head_seconds = head_seconds / len(asks)
+        return proposals
 
-    def _project(self, x: Tensor, start: int) -> Tensor:
-        """Rows x [1, n, 2H] at positions start..start+n-1: stores their keys and values, returns their queries [1, h, n, d]."""
-        config, end = self.weights.config, start + x.shape[1]
-        while end > self.keys.shape[2]:
-            self.keys = torch.cat([self.keys, torch.empty_like(self.keys)], dim=2)
-            self.values = torch.cat([self.values, torch.empty_like(self.values)], dim=2)
+    def _begin(self, ask: Ask, shape: Shape) -> Growth:
+        return shape.begin(ask, self.weights.head.target_ids() if ask.live is None else ask.live.ids)
+
+    def _run(self, levels: dict[int, Level], hidden: Tensor, nodes: Nodes | None) -> tuple[Tensor, Tensor]:
+        """Run the next nodes of the rows in `levels`; hidden [B, w, H] of those that ran last. Returns Arithmetic.finish's two.
+        Rows that do not go on, and shorter ones, are padded; nobody reads what comes of it."""
+        tokens = _pad([levels[b][0] if b in levels else None for b in range(len(hidden))])
+        positions = mask = None
+        if nodes is not None:
+            parents = _pad([levels[b][1] if b in levels else None for b in range(len(hidden))])
+            hidden = hidden.gather(1, parents[:, :, None].expand(-1, -1, hidden.shape[2]))
+            positions, mask = nodes.add(parents)
+        x, residual = self.weights.layer_input(hidden, tokens)
+        place = self.cache.place(x.shape[1], x.device, positions, mask)
+        q, keys, values = self._project(x, place)
+        self.cache.grow([x.shape[1]] * len(x))
+        return self.weights.finish(self._attend(q, keys, values, place.mask), residual)
+
+    def _logits(self, normed: Tensor, live: dict[int, LiveRows | None]) -> dict[int, Tensor]:
+        """normed [B, w, H] -> logits [w, S] of every row in `live`: one product where all read the same rows of the head."""
+        first = next(iter(live.values()))
+        if len(normed) == 1:
+            return {0: self.weights.logits(normed[0], first)}
+        if any(rows is not first for rows in live.values()):
+            return {b: self.weights.logits(normed[b], rows) for b, rows in live.items()}
+        logits = self.weights.logits(normed.flatten(0, 1), first).unflatten(0, normed.shape[:2])
+        return {b: logits[b] for b in live}
+
+    def _project(self, x: Tensor, place: Append) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows x [B, n, 2H]: stores their keys and values. Returns their queries [B, h, n, d], and the keys and values of all
+        slots that they may attend to [B, k, T, d]."""
+        config = self.weights.config
         heads, turned = config.num_attention_heads, config.num_attention_heads + config.num_key_value_heads
-        qkv = self.weights.qkv(x).unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
-        qk = self._rotate(qkv[:, :turned], start)
-        self.keys[:, :, start:end], self.values[:, :, start:end] = qk[:, heads:], qkv[:, turned:]
-        return qk[:, :heads]
+        qkv = self.weights.qkv(x).unflatten(-1, (-1, config.head_dim))
+        qk = self._rotate(qkv[:, :, :turned], place)
+        stored = self.cache.write(0, qk[:, :, heads:], qkv[:, :, turned:], place)
+        return qk[:, :, :heads].transpose(1, 2), *stored
 
-    def _rotate(self, x: Tensor, start: int) -> Tensor:
-        """Arithmetic.rotate for consecutive positions: x [1, heads, n, d]."""
-        end = start + x.shape[2]
+    def _rotate(self, x: Tensor, place: Append) -> Tensor:
+        """Arithmetic.rotate, x [B, n, heads, d]."""
+        where = slice(place.start, place.end) if place.positions is None else place.positions
         turned = x.roll(x.shape[-1] // 2, dims=-1)
-        return torch.addcmul(x * self.weights.cos[start:end], turned, self.weights.sin[start:end])
+        return torch.addcmul(x * self.weights.cos[where], turned, self.weights.sin[where])
+
+    def _attend_to_committed(self) -> Tensor:
+        """The last committed rows, [B, h, 1, d]."""
+        keys, values, lengths = self.cache.keys[0], self.cache.values[0], self.cache.lengths
+        if self.cache.is_single:
+            return self._attend(self.q, keys[:, :, : lengths[0]], values[:, :, : lengths[0]], None)
+        slots = torch.arange(keys.shape[2], device=self.device)
+        mask = slots < torch.tensor(lengths, device=self.device)[:, None]
+        return self._attend(self.q, keys, values, mask[:, None, None])
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """q [B, h, n, d]; keys, values [B, k, T, d]; mask [B, 1, n, T], True = may attend. Returns [B, h, n, d]."""
+        if mask is None:
+            return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+        out = attend(q.transpose(1, 2), keys, values, additive(mask, q.shape[1] // keys.shape[1], q.dtype))
+        return out.unflatten(-1, (-1, q.shape[-1])).transpose(1, 2)
+
+
+class Nodes:
+    """The nodes of a tree for every row that were run so far, level after level, in the slots behind the committed ones."""
+
+    def __init__(self, cache: KVCache, device: torch.device):
+        self.starts, self.longest = torch.tensor(cache.lengths, device=device)[:, None], max(cache.lengths)
+        self.last_position = cache.max_length - 1
+        self.levels = 0
+        self.sees: Tensor | None = None  # [B, w, nodes]: what those of the last level attend to
+
+    def add(self, parents: Tensor) -> tuple[Tensor, Tensor]:
+        """One more level. parents: [B, w] indices into the one before.   Returns: its positions [B, w] and mask
+        [B, 1, w, longest row + nodes]: the committed rows, the ancestors, itself."""
+        rows, width = parents.shape
+        sees = torch.eye(width, dtype=torch.bool, device=parents.device).expand(rows, width, width)
+        if self.sees is not None:
+            before = self.sees.gather(1, parents[:, :, None].expand(-1, -1, self.sees.shape[2]))
+            sees = torch.cat([before, sees], dim=2)
+        self.sees = sees
+        self.levels += 1
+        count = sees.shape[2]
+        mask = torch.arange(self.longest + count, device=parents.device) < self.starts
+        slots = self.starts + torch.arange(count, device=parents.device)
+        mask = mask[:, None].repeat(1, width, 1).scatter_(2, slots[:, None].expand(-1, width, -1), sees)
+        positions = (self.starts + self.levels - 1).clamp_max(self.last_position)
+        return positions.expand(-1, width), mask[:, None]
+
+
+def _pad(rows: list[Tensor | None]) -> Tensor:
+    """Rows of different lengths -> [B, longest], padded with 0; None = nothing but padding."""
+    if len(rows) == 1:
+        return rows[0][None]
+    known = [row for row in rows if row is not None]
+    padded = known[0].new_zeros(len(rows), max(len(row) for row in known))
+    for b, row in enumerate(rows):
+        if row is not None:
+            padded[b, : len(row)] = row
+    return padded
 
 
 class FrozenWeights(Arithmetic):
@@ -99,7 +198,7 @@ class FrozenWeights(Arithmetic):
         self.down = FrozenLinear(self.head.down) if isinstance(self.head, LowRankHead) else None
         dtype = drafter.fc.weight.dtype
         left, right = drafter.sin.chunk(2, dim=-1)
-        self.cos, self.sin = drafter.cos.to(dtype), torch.cat([-left, right], dim=-1).to(dtype)
+        self.cos, self.sin = drafter.cos[:, None].to(dtype), torch.cat([-left, right], dim=-1)[:, None].to(dtype)
 
     def feed_forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)

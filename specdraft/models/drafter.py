@@ -67,6 +67,11 @@ class Proposal:
         return Proposal(self.tokens[:count], self.parents[:count], q, self.ids, self.head_seconds)
 
 
+def nothing() -> Proposal:
+    """No token drafted."""
+    return Proposal(torch.empty(0, dtype=torch.int64), [])
+
+
 class Drafter(Protocol):
     """A drafter of chains for one sequence at a time."""
 

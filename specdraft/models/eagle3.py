@@ -1,9 +1,9 @@
-"""The EAGLE-3 drafter: one model for training (`unroll`) and for decoding (`prefill`, `propose`, `observe`).
+"""The EAGLE-3 drafter: one model for training (`unroll`) and for decoding (`begin`, `draft`, `commit`, `select`).
 
 Row i of a sequence: feature of position i, embedding of x[i+1], predicts x[i+2]. Keys and values of a row depend on its
 inputs alone, never on attention, so rows that nobody asks for (prompts) cost two small products each.
 
-`unroll` (here) and `propose` (chain.py) are the same arithmetic (eagle3_layer.py), by test. This file knows nothing of losses,
+`unroll` (here) and `draft` (chain.py) are the same arithmetic (eagle3_layer.py), by test. This file knows nothing of losses,
 of sampling, or of how drafts are verified. Source: EAGLE-3 (arXiv 2503.01840); docs/papers.md.
 
 Letters: B batch, T tokens, H width, A taps, K steps, M supervised rows, h heads, k key/value heads, d head width.
@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from specdraft.data.vocab import VocabMap
-from specdraft.models.chain import Chain, FrozenWeights
-from specdraft.models.drafter import Choose, LiveRows, Proposal
+from specdraft.models.chain import FrozenWeights, Sequences
+from specdraft.models.drafter import Ask, Proposal
 from specdraft.models.eagle3_layer import Arithmetic, Eagle3Config, Layer, RMSNorm, rotary_tables
 from specdraft.models.heads import Head, build_head
+from specdraft.models.tree import Shape
 
 
 class Eagle3Drafter(nn.Module, Arithmetic):
-    """One model for training (`unroll`) and for decoding (`prefill`, `propose`, `observe`; batch 1, no gradient).
+    """One model for training (`unroll`) and for decoding (a BatchDrafter, no gradient).
 
     The target's embedding is used, not owned: `bind` hands it over, and it is neither trained nor saved.
     """
@@ -44,7 +45,7 @@ class Eagle3Drafter(nn.Module, Arithmetic):
         self.register_buffer("sin", sin, persistent=False)
         self._target: dict[str, Tensor] = {}  # a dict, so that nn.Module neither registers nor saves it
         self._frozen: FrozenWeights | None = None
-        self._chain: Chain | None = None
+        self._sequences: Sequences | None = None
 
     def bind(self, embedding: Tensor) -> Eagle3Drafter:
         """Use the target's embedding [V, H]."""
@@ -89,22 +90,28 @@ class Eagle3Drafter(nn.Module, Arithmetic):
     # --- decoding ----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def prefill(self, taps: Tensor, input_ids: Tensor) -> None:
-        """See Drafter.prefill. Rows 0..T-1, token i+1 beside feature i."""
+    def begin(self, taps: Tensor, tokens: list[list[int]], max_length: int) -> None:
+        """See BatchDrafter.begin. Rows 0..T-1 of every sequence, token i+1 beside feature i."""
         versions = [(parameter.data_ptr(), parameter._version) for parameter in self.parameters()]
         if self._frozen is None or self._frozen.versions != versions:
             self._frozen = FrozenWeights(self, versions)
-        self._chain = Chain(self._frozen, taps, input_ids[:, 1:])
+        self._sequences = Sequences(self._frozen, len(tokens), max_length)
+        self._sequences.append(taps, [row[1:] for row in tokens])
 
     @torch.inference_mode()
-    def propose(self, budget: int, choose: Choose, live: LiveRows | None = None) -> Proposal:
-        """See Drafter.propose. A chain of at most `budget` tokens from the last row."""
-        return self._chain.propose(budget, choose, live)
+    def draft(self, asks: list[Ask], shape: Shape) -> list[Proposal]:
+        """See BatchDrafter.draft. From the last row of every sequence."""
+        return self._sequences.draft(asks, shape)
 
     @torch.inference_mode()
-    def observe(self, tokens: Tensor, taps: Tensor) -> None:
-        """See Drafter.observe. The rows made of drafted states give way to rows made of the target's."""
-        self._chain.append(taps, tokens[None])
+    def commit(self, tokens: list[list[int]], taps: Tensor) -> None:
+        """See BatchDrafter.commit. The rows made of drafted states have given way to rows made of the target's."""
+        self._sequences.append(taps, tokens)
+
+    @torch.inference_mode()
+    def select(self, rows: list[int]) -> None:
+        """See BatchDrafter.select."""
+        self._sequences.select(rows)
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:

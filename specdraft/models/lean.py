@@ -135,9 +135,14 @@ class LeanModel:
         """The mask as numbers to add, for the rows of `attend`: [B or 1, 1, N/G*n or 1, width]."""
         if append.mask is None:
             return None
-        mask = torch.zeros(append.mask.shape, dtype=self.embedding.dtype, device=append.device)
-        mask.masked_fill_(~append.mask, float("-inf"))
-        return mask if mask.shape[2] == 1 else mask.repeat(1, 1, self.num_heads // self.num_kv, 1)
+        return additive(append.mask, self.num_heads // self.num_kv, self.embedding.dtype)
+
+
+def additive(mask: Tensor, repeats: int, dtype: torch.dtype) -> Tensor:
+    """A mask [B or 1, 1, n, T], True = may attend, as numbers to add for the rows of `attend`: [B or 1, 1, repeats*n or 1, T];
+    repeats: queries that share a key head."""
+    numbers = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+    return numbers if mask.shape[2] == 1 else numbers.repeat(1, 1, repeats, 1)
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:

@@ -10,25 +10,37 @@ from collections.abc import Callable
 import torch
 
 from specdraft.data.vocab import VocabMap
-from specdraft.models.drafter import Proposal
+from specdraft.models.drafter import Proposal, nothing
 from specdraft.models.heads import FullHead, Head, TrimmedHead
 from specdraft.models.target import Step
 
 
 class Tokens:
-    """Stands for a key/value cache: the tokens that the target was run on and that were not dropped."""
+    """Stands for a key/value cache: the tokens that the target was run on and that were not dropped, for every row."""
 
-    def __init__(self, max_length: int):
-        self.max_length, self.tokens = max_length, []
+    def __init__(self, batch_size: int, max_length: int):
+        self.batch_size, self.max_length = batch_size, max_length
+        self.slots: list[list[int]] = [[] for _ in range(batch_size)]
 
-    def crop(self, length: int) -> None:
-        assert length <= len(self.tokens)
-        del self.tokens[length:]
+    @property
+    def lengths(self) -> list[int]:
+        return [len(row) for row in self.slots]
+
+    def keep(self, starts: list[int], paths: list[list[int]]) -> None:
+        for b, (start, path) in enumerate(zip(starts, paths, strict=True)):
+            assert path == sorted(set(path))
+            self.slots[b] = self.slots[b][:start] + [self.slots[b][start + i] for i in path]
+            assert len(self.slots[b]) <= self.max_length
+
+    def select(self, rows: list[int]) -> None:
+        assert rows
+        self.slots, self.batch_size = [self.slots[b] for b in rows], len(rows)
 
 
 class ScriptedTarget:
-    """Logits are a function of everything in the cache, so a token that should have been dropped changes what follows.
-    The one tap of a position is (position, token), so that a test can check what a drafter is told."""
+    """Logits are a function of all that a token may attend to, so a token that should have been dropped, or that stands in
+    another branch, changes what follows. The one tap of a token is (position, token), so that a test can check what a drafter
+    is told."""
 
     tokenizer = None
     name = "scripted"
@@ -44,20 +56,37 @@ class ScriptedTarget:
         return torch.tensor([numbers.gauss(0, 1.5) for _ in range(self.vocab_size)], dtype=torch.float64)
 
     def new_cache(self, batch_size: int, max_length: int) -> Tokens:
-        assert batch_size == 1
         assert max_length <= self.max_positions
-        return Tokens(max_length)
+        return Tokens(batch_size, max_length)
 
-    def forward(self, input_ids, cache, *, want_taps=True, logits_for="all") -> Step:
+    def forward(
+        self, input_ids, cache, *, positions=None, mask=None, counts=None, want_taps=True, logits_for="all"
+    ) -> Step:
         self.forwards += 1
+        n = input_ids.shape[1]
+        counts = [n] * len(input_ids) if counts is None else counts
+        longest = max(cache.lengths)
         logits, taps = [], []
-        for token in input_ids[0].tolist():
-            taps.append([float(len(cache.tokens)), float(token)])
-            cache.tokens.append(token)
-            logits.append(self.logits(cache.tokens))
-        assert len(cache.tokens) <= cache.max_length
-        rows = logits if logits_for == "all" else logits[-1:]
-        return Step(torch.stack(rows)[None], torch.tensor([taps]) if want_taps else None, torch.stack(logits)[None])
+        for b, tokens in enumerate(input_ids.tolist()):
+            start = len(cache.slots[b])
+            cache.slots[b] += tokens
+            for j in range(n):
+                seen = cache.slots[b][: start + j + 1]
+                if mask is not None:
+                    assert mask.shape[1:] == (1, n, longest + n)
+                    assert not mask[b, 0, j, start + n :].any()
+                    seen = [t for t, can in zip(cache.slots[b], mask[b, 0, j].tolist(), strict=False) if can]
+                position = len(seen) - 1
+                assert positions is None or int(positions[b, j]) == position
+                taps.append([float(position), float(tokens[j])])
+                logits.append(self.logits(seen))
+            del cache.slots[b][start + counts[b] :]
+        logits = torch.stack(logits).unflatten(0, input_ids.shape)
+        rows = logits
+        if logits_for == "last":
+            rows = torch.stack([logits[b, count - 1 : count] for b, count in enumerate(counts)])
+        taps = torch.tensor(taps).unflatten(0, input_ids.shape)
+        return Step(rows, taps if want_taps else None, logits)
 
     def teacher_logits(self, last: torch.Tensor) -> torch.Tensor:
         """A position's state is its logits."""
@@ -104,12 +133,7 @@ class ScriptedDrafter:
         tokens, laws, prefix = [], [], list(self.committed)
         ids = self.ids if live is None else live.ids
         for _ in range(budget):
-            logits = self.law(prefix)[None]
-            if live is not None:
-                logits = live.logits(logits)
-            elif ids is not None:
-                logits = logits[:, ids]
-            column, law, is_last = choose(logits)
+            column, law, is_last = choose(scripted_logits(self.law, [prefix], self.ids, live))
             tokens.append(int(column if ids is None else ids[column]))
             laws.append(law)
             prefix.append(tokens[-1])
@@ -125,6 +149,48 @@ def scripted_head(vocab_size: int = 4, ids: list[int] | None = None) -> Head:
     head = FullHead(vocab_size, vocab_size) if vocab_map is None else TrimmedHead(vocab_size, vocab_map)
     head.init_from(torch.eye(vocab_size))
     return head.double()
+
+
+class ScriptedRows:
+    """A `BatchDrafter` from a law, as `ScriptedDrafter` is a `Drafter`: for batches, and in any shape."""
+
+    def __init__(self, law: Callable[[list[int]], torch.Tensor], ids: list[int] | None = None):
+        self.law, self.ids = law, ids
+
+    def begin(self, taps, tokens, max_length):
+        self.rows = [ScriptedDrafter(self.law, self.ids) for _ in tokens]
+        for b, row in enumerate(tokens):
+            assert len(row) < max_length
+            self.rows[b].prefill(taps[b : b + 1, : len(row) - 1], torch.tensor([row]))
+
+    def commit(self, tokens, taps):
+        assert taps.shape[:2] == (len(self.rows), max(len(row) for row in tokens))
+        for b, row in enumerate(self.rows):
+            row.observe(torch.tensor(tokens[b]), taps[b : b + 1, : len(tokens[b])])
+
+    def select(self, rows):
+        self.rows = [self.rows[b] for b in rows]
+
+    def draft(self, asks, shape):
+        return [self._draft(row, ask, shape) for row, ask in zip(self.rows, asks, strict=True)]
+
+    def _draft(self, row, ask, shape):
+        if ask.budget <= 0:
+            return nothing()
+        growth, nodes = (shape.begin(ask, row.ids if ask.live is None else ask.live.ids), [row.committed])
+        while True:
+            level = growth.grow(scripted_logits(self.law, nodes, row.ids, ask.live))
+            if level is None:
+                return growth.proposal()
+            nodes = [[*nodes[of], token] for token, of in zip(level[0].tolist(), level[1].tolist(), strict=True)]
+
+
+def scripted_logits(law, prefixes, ids, live):
+    """[prefixes, columns]"""
+    logits = torch.stack([law(prefix) for prefix in prefixes])
+    if live is not None:
+        return live.logits(logits)
+    return logits if ids is None else logits[:, ids]
 
 
 class Oracle:

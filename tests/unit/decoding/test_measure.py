@@ -23,9 +23,9 @@ def drafter_of(target):
 class Rounding(ScriptedTarget):
     """Says something else in forwards of several tokens once its context is long: what low precision does."""
 
-    def forward(self, input_ids, cache, *, want_taps=True, logits_for="all"):
-        before = len(cache.tokens)
-        step = super().forward(input_ids, cache, want_taps=want_taps, logits_for=logits_for)
+    def forward(self, input_ids, cache, **options):
+        (before,) = cache.lengths
+        step = super().forward(input_ids, cache, **options)
         if input_ids.shape[1] > 1 and before >= 8:
             step.logits = -step.logits
         return step

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from specdraft.data.vocab import VocabMap
-from specdraft.decoding.sampling import greedy
+from specdraft.decoding.sampling import Sampling, greedy
 from specdraft.models.checkpoint import load_drafter, save_drafter
-from specdraft.models.drafter import Drawn
+from specdraft.models.drafter import Ask, Drawn
 from specdraft.models.heads import HeadConfig, LowRankHead
 from specdraft.models.initialise import DrafterConfig, new_drafter
+from specdraft.models.tree import Chain, Eagle2Tree, SampledTree, depths
 from specdraft.testing import TINY_VOCAB, tiny_target
 
 FLAGS = [{}, {"norm_before_residual": True}, {"norm_output": True}, {"fc_norm": True}, {"norm_before_fc": True}]
@@ -83,7 +84,7 @@ def test_decoding_gives_the_unrolls_logits(target, head, flags):
     drafter = make_drafter(target, head=head, **flags)
     prompt = torch.randint(3, TINY_VOCAB, (1, 9))
     committed = prompt
-    drafter.prefill(target.features(prompt[:, :-1], torch.tensor([8])).taps, prompt)
+    drafter.begin(target.features(prompt[:, :-1], torch.tensor([8])).taps, prompt.tolist(), 64)
     for accepted in (2, 0, 4):
         seen = []
 
@@ -91,7 +92,7 @@ def test_decoding_gives_the_unrolls_logits(target, head, flags):
             seen.append(logits[0])
             return Drawn(greedy(logits), None)
 
-        proposal = drafter.propose(4, choose)
+        (proposal,) = drafter.draft([Ask(4, choose)], Chain())
         assert proposal.parents == [-1, 0, 1, 2]
         text = torch.cat([committed, proposal.tokens[None]], 1)
         taps = target.features(text, torch.tensor([text.shape[1]])).taps
@@ -105,7 +106,72 @@ def test_decoding_gives_the_unrolls_logits(target, head, flags):
         committed = torch.cat([committed, new[None]], 1)
         length = committed.shape[1] - 1
         taps = target.features(committed[:, :-1], torch.tensor([length])).taps
-        drafter.observe(new, taps[:, length - accepted - 1 :])
+        drafter.commit([new.tolist()], taps[:, length - accepted - 1 :])
+
+
+class Seen:
+    """A shape that notes the logits of every node that is run, with the tokens that lead to it."""
+
+    def __init__(self, shape):
+        self.shape, self.depth, self.width = shape, shape.depth, shape.width
+        self.growths = []
+
+    def begin(self, ask, ids):
+        self.growths.append(SeenGrowth(self.shape.begin(ask, ids)))
+        return self.growths[-1]
+
+
+class SeenGrowth:
+    def __init__(self, growth):
+        self.growth, self.nodes, self.logits, self.proposal = growth, [[]], {}, growth.proposal
+
+    def grow(self, logits):
+        self.logits |= {tuple(path): row for path, row in zip(self.nodes, logits, strict=True)}
+        level = self.growth.grow(logits)
+        if level is not None:
+            self.nodes = [[*self.nodes[of], t] for t, of in zip(level[0].tolist(), level[1].tolist(), strict=True)]
+        return level
+
+
+@pytest.mark.parametrize("shape", [Chain(), Eagle2Tree(12, 4, 3), SampledTree(9, 4, 3)], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("head", HEADS, ids=lambda head: head.kind)
+def test_batches_and_trees_give_the_unrolls_logits(shape, head):
+    """Fault 32, for every node: its logits are the unroll's along its own path. Rows of different lengths, budgets and
+    acceptance; one leaves on the way and the last takes its place; then another round on what was committed."""
+    target = tiny_target("llama", dtype=torch.float64)
+    drafter = make_drafter(tiny_target("llama"), head=head).double().bind(target.embedding_weight)
+    numbers = torch.Generator().manual_seed(1)
+    texts = [torch.randint(3, TINY_VOCAB, (n,), generator=numbers).tolist() for n in (9, 4, 13)]
+    budgets, news = [4, 0, 2], [3, 1, 2]
+    features = lambda text: target.features(torch.tensor([text]), torch.tensor([len(text)])).taps[0]  # noqa: E731
+    stack = lambda rows: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # noqa: E731
+    drafter.begin(stack([features(text[:-1]) for text in texts]), texts, 64)
+    for _ in range(2):
+        seen = Seen(shape)
+        choose = Sampling(1.0).choose if isinstance(shape, SampledTree) else Sampling().choose
+        proposals = drafter.draft([Ask(budget, choose) for budget in budgets], seen)
+        growths = iter(seen.growths)
+        for text, budget, proposal in zip(texts, budgets, proposals, strict=True):
+            assert (1 if budget else 0) <= max(depths(proposal.parents), default=0) <= budget
+            if not budget:
+                continue
+            found = next(growths).logits
+            assert max(map(len, found)) == budget - 1
+            for path, logits in found.items():
+                whole = torch.tensor([[*text, *path]])
+                taps = torch.full((1, whole.shape[1], 3 * target.hidden_size), 1e3, dtype=torch.float64)
+                taps[0, : len(text) - 1] = features(text[:-1])  # the unroll may read taps of committed positions alone
+                with torch.no_grad():
+                    states = drafter.unroll(taps, whole, torch.tensor([[len(text) - 2]]), len(path) + 1)
+                    expected = drafter.lm_head.logits(states[-1, 0, 0])
+                torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)  # the unroll scores in fp32
+        new = [torch.randint(3, TINY_VOCAB, (n,), generator=numbers).tolist() for n in news]
+        texts = [text + more for text, more in zip(texts, new, strict=True)]
+        if len(texts) == 3:
+            drafter.select([2, 1])
+            texts, new, budgets, news = [texts[2], texts[1]], [new[2], new[1]], [3, 1], [1, 1]
+        taps = [features(text[:-1])[-len(more) :] for text, more in zip(texts, new, strict=True)]
+        drafter.commit(new, stack(taps))
 
 
 def test_live_rows_are_a_choice_of_columns(target):

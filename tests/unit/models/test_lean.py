@@ -1,5 +1,5 @@
 """The decoding forward pass: lean and generic path against a whole forward pass of the Hugging Face model, over chains,
-crops, ragged batches, padded rows and trees. Also the pieces: cache, packed products, norm."""
+crops, ragged batches, padded rows and trees, of which one path stays. Also the pieces: cache, packed products, norm."""
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from specdraft.models.cache import KVCache
 from specdraft.models.layers import FrozenLinear, FrozenRMSNorm
 from specdraft.models.lean import attend, attend_causally, is_supported
 from specdraft.models.target import TargetModel
+from specdraft.models.tree import place_trees
 from specdraft.testing import FAMILIES, TINY_VOCAB, tiny_model
 
 LEAN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -123,6 +124,64 @@ def test_a_tree_of_drafts(case, rows):
         for node, path in enumerate(paths):
             alone = case.whole(torch.cat([case.ids[row, :start], nodes[path]])[None])
             close(step.logits[row, node], alone[0, -1])
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_only_the_accepted_path_stays(case, rows):
+    """papers.md 9.8: after a tree the cache is that of a prefill of the accepted tokens: they are moved to their places, the rest
+    is gone. Paths of different lengths, one with nothing to move; past the sliding window; twice."""
+    starts, paths = [14, 11][:rows], [[[0, 2, 4, 5], [0, 1]], [[0], [0, 1, 3]]]
+    parents = [-1, -1, 0, 1, 3]
+    texts = [case.ids[row, :start] for row, start in enumerate(starts)]
+    cache = case.target.new_cache(rows, LENGTH)
+    case.target.forward(case.ids[:rows, : max(starts)], cache, counts=starts)
+    for kept in paths:
+        nodes = torch.randint(3, TINY_VOCAB, (rows, 6), generator=torch.Generator().manual_seed(len(texts[0])))
+        lengths = cache.lengths
+        positions, mask = place_trees(lengths, [parents] * rows, nodes.device)
+        case.target.forward(nodes, cache, positions=positions, mask=mask)
+        cache.keep(lengths, kept[:rows])
+        texts = [torch.cat([text, nodes[row, kept[row]]]) for row, text in enumerate(texts)]
+        assert cache.lengths == [len(text) for text in texts]
+        for row, text in enumerate(texts):
+            fresh = case.target.new_cache(1, LENGTH)
+            case.target.forward(text[None], fresh)
+            for layer in range(len(cache.keys)):
+                for ours, theirs in ((cache.keys, fresh.keys), (cache.values, fresh.values)):
+                    found, wanted = ours[layer][row, :, : len(text)], theirs[layer][0, :, : len(text)]
+                    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    more = torch.tensor([[50, 60]] * rows)
+    step = case.target.forward(more, cache)
+    for row, text in enumerate(texts):
+        close(step.logits[row], case.whole(torch.cat([text, more[row]])[None])[0, -2:])
+
+
+def test_rows_leave_a_batch_in_any_order():
+    """From behind, without a copy of the others, or any others."""
+    target = TargetModel.from_model(tiny_model())
+    ids = torch.randint(3, TINY_VOCAB, (4, 9), generator=torch.Generator().manual_seed(3))
+    for rows in ([0, 3], [3, 1, 2], [3, 2], [1, 2], [2, 0], [0, 1, 2, 3]):
+        cache = target.new_cache(4, LENGTH)
+        target.forward(ids, cache, counts=[9, 5, 7, 3])
+        before = [kept.clone() for kept in cache.keys]
+        cache.select(rows)
+        assert cache.lengths == [[9, 5, 7, 3][row] for row in rows]
+        assert all(torch.equal(new, old[rows]) for new, old in zip(cache.keys, before, strict=True))
+
+
+def test_a_tree_may_have_more_nodes_than_there_are_positions():
+    """At the end of the context a tree's nodes share the last positions."""
+    target = TargetModel.from_model(tiny_model())
+    ids = torch.randint(3, TINY_VOCAB, (1, 6), generator=torch.Generator().manual_seed(4))
+    cache = target.new_cache(1, 8)
+    target.forward(ids, cache)
+    nodes, parents = torch.tensor([[7, *range(20, 60)]]), [-1] * 40
+    positions, mask = place_trees(cache.lengths, [parents], nodes.device)
+    step = target.forward(nodes, cache, positions=positions, mask=mask)
+    cache.keep([6], [[0, 40]])
+    assert cache.lengths == [8]
+    fresh = target.forward(torch.cat([ids, nodes[:, [0, 40]]], dim=1), target.new_cache(1, 8))
+    close(step.logits[0, 40], fresh.logits[0, -1])
 
 
 @pytest.mark.parametrize(
