@@ -1,0 +1,38 @@
+"""benchmarks/batch.py as a user runs it, on a tiny target."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from specdraft.testing import tiny_model, tiny_tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_benchmark_of_batches(tmp_path):
+    tiny_model(dtype=torch.float32).save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    flags = ["--target=target", "--dtype=float32", "--batches", "1", "3", "--prompts=3", "--max-new-tokens=6"]
+    tree = ["--total-tokens=9", "--depth=3", "--top-k=3", "--repeats=1", "--json"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks/batch.py"), *flags, *tree],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert set(result["throughput"]) == {"1", "3"}
+    for sides in result["throughput"].values():
+        assert set(sides) == {"target alone", "chain", "tree"}
+        assert sides["target alone"]["speedup"] == 1
+        assert sides["target alone"]["tau"] == 1
+        assert all(row["tokens_per_second"] > 0 for row in sides.values())
+    assert {"select", "place", "verify", "keep"} < set(result["python_ms"])
+    assert all(milliseconds > 0 for milliseconds in result["python_ms"].values())
