@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from specdraft.config import run_program
+from specdraft.config import UserError, run_program
 from specdraft.data.tasks import read_prompts
 from specdraft.decoding.answers import AnswerConfig, answer_prompts, estimate_answers
 from specdraft.models.target import TargetModel
@@ -26,6 +26,10 @@ class ResponsesConfig:
     device: str = "cpu"
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     generate: AnswerConfig = field(default_factory=AnswerConfig)
+
+    def __post_init__(self) -> None:
+        if self.max_prompts is not None and self.max_prompts < 1:
+            raise UserError(f"max_prompts: got {self.max_prompts}, allowed: 1 or more")
 
 
 def main(config: ResponsesConfig) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import io
 import re
 import sys
@@ -20,6 +21,18 @@ import tyro
 import yaml
 
 Config = TypeVar("Config")
+FILE_ERRORS = (  # of a path or a disk that the user gave
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOSPC,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+)
 
 
 class UserError(ValueError):
@@ -93,12 +106,22 @@ def parse_config(cls: type[Config], argv: Sequence[str] | None = None) -> Config
 
 
 def run_program(main: Callable[[Any], Any], cls: type) -> None:
-    """The `__main__` of every program: parse, run, and turn a UserError into one line and exit code 2."""
+    """The `__main__` of every program: parse, run, and turn a UserError, or a file that the system does not let us read or
+    write, into one line and exit code 2; Ctrl-C into one line and 130."""
     try:
         main(parse_config(cls))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:
+        if error.errno not in FILE_ERRORS:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"error: {where}{error.strerror}; free some space, or give another path", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C; what is finished stays on disk: run again to go on", file=sys.stderr)
+        sys.exit(130)
 
 
 def _complete_switches(cls: type, argv: list[str]) -> list[str]:
@@ -188,5 +211,6 @@ def _one_line(boxed: str) -> str:
     """tyro frames its messages and adds a hint; keep the words."""
     words = "".join(c if c not in "╭╮╰╯│─├┤" else " " for c in boxed).split()
     text = " ".join(word for word in words if word.strip("-"))
-    text = text.split(" For full helptext")[0]
-    return re.sub(r"^Value error Error parsing \w+: ", "", text)
+    text = text.split(" For full helptext")[0].split(" Argument helptext:")[0]
+    text = text.removeprefix("Unrecognized options ")  # the frame's title, which the text says again
+    return re.sub(r"^(Value error )?Error parsing (?!--)[\w.-]+: |^Value error Error parsing (?=--)", "", text)

@@ -7,6 +7,8 @@ It knows nothing of how the steps work.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -33,15 +35,15 @@ from specdraft.decoding.answers import (
     estimate_answers,
     read_parts,
 )
-from specdraft.decoding.costs import CostTable
 from specdraft.decoding.length_policies import Fixed
-from specdraft.decoding.measure import Speedup, measure_costs, measure_speedup
+from specdraft.decoding.measure import Contender, Speedup, drafts, measure_speedups
+from specdraft.decoding.sampling import Sampling
 from specdraft.models.checkpoint import load_drafter, save_drafter
 from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.heads import HeadConfig, check_vocabulary, head_rank
 from specdraft.models.initialise import DrafterConfig, eagle3_config, new_drafter, warm_start
 from specdraft.models.target import TargetModel
-from specdraft.provenance import hash_json, require_disk
+from specdraft.provenance import hash_json, require_disk, sole_writer
 from specdraft.training.loop import TrainConfig, Trainer, TrainResult
 from specdraft.training.objective import ObjectiveConfig
 from specdraft.training.processes import make_accelerator
@@ -53,15 +55,20 @@ TRIMMED_SIZE = 8192  # of a trimmed head, where nothing is said
 @dataclass
 class MeasureConfig:
     """prompts: held-out prompts decoded, at T = temperature, to at most max_new_tokens each, with and without the drafter.
-    draft_length: tokens drafted a round; None = the best by measured costs among 1..max_draft_length, for which cost_prompts
-    other held-out prompts are decoded first."""
+    draft_length: tokens drafted a round, a chain; None = what is fastest of several chains and trees (measure.drafts) on
+    trial_prompts other held-out prompts, decoded to trial_tokens."""
 
     prompts: int = 40
     max_new_tokens: int = 96
     temperature: float = 0.0
     draft_length: int | None = None
-    max_draft_length: int = 5
-    cost_prompts: int = 8
+    trial_prompts: int = 8
+    trial_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        for key in ("prompts", "max_new_tokens", "draft_length", "trial_prompts", "trial_tokens"):
+            _require_positive(f"measure.{key}", getattr(self, key))
+        Sampling(self.temperature)
 
 
 def half_an_hour() -> TrainConfig:
@@ -98,6 +105,21 @@ class RunConfig:
     train: TrainConfig = field(default_factory=half_an_hour)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
 
+    def __post_init__(self) -> None:
+        for key in ("max_prompts", "max_length", "threads"):
+            _require_positive(key, getattr(self, key))
+        if not 0 <= self.cache_gb < math.inf:
+            raise UserError(f"cache_gb: got {self.cache_gb}, allowed: 0 (no cache) or more")
+        if Path(self.name).name != self.name or self.name in ("", "..", "answers"):
+            raise UserError(
+                f"name: got {self.name!r}, allowed: the name of a folder in {self.output}, not a path, not 'answers'"
+            )
+
+
+def _require_positive(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise UserError(f"{name}: got {value}, allowed: 1 or more")
+
 
 def run(config: RunConfig) -> None:
     """Train a drafter and measure it. Raises UserError for anything wrong in `config` or in what it names."""
@@ -122,10 +144,10 @@ def run(config: RunConfig) -> None:
         accelerator.print(f"answers and hidden states: {len(rows)} of {config.states}")
     train, account = answers_to_examples(in_order(rows, train_prompts), config.max_length)
     held_out, _ = answers_to_examples(in_order(rows, held_out_prompts), config.max_length)
+    accelerator.print(f"training answers: {account}")
     check_masks(train, target.tokenizer)
     if isinstance(states, Shards):
         states.require([*train, *held_out])
-    accelerator.print(f"training answers: {account}")
 
     vocab_map = choose_vocabulary(target, train, config.head)
     features = head_features(states, train) if config.head.kind == "lowrank" else None
@@ -142,13 +164,13 @@ def run(config: RunConfig) -> None:
     )
     cache_gb = config.cache_gb if config.states is None else None
     accelerator.print(summary.training_estimate(target, drafter, train, config.train, cache_gb))
-    trained = trainer.run()
-
-    if accelerator.is_main_process:
-        drafter.to(target.dtype).eval()  # which is fp32 where the processor has no bf16
-        costs, speedup = measure(target, drafter, in_order(rows, held_out_prompts), config.measure)
-        minutes = (time.perf_counter() - started) / 60
-        write_results(folder, config, target, drafter, rows, trained, costs, speedup, minutes)
+    with sole_writer(folder) if accelerator.is_main_process else contextlib.nullcontext():
+        trained = trainer.run()
+        if accelerator.is_main_process:
+            drafter.to(target.dtype).eval()  # which is fp32 where the processor has no bf16
+            measured = measure(target, drafter, in_order(rows, held_out_prompts), config.measure)
+            minutes = (time.perf_counter() - started) / 60
+            write_results(folder, config, target, drafter, rows, trained, measured, minutes)
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
@@ -185,7 +207,7 @@ def choose_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
             f"prompts: got {len(train)} for training and {len(held_out)} held out of {config.prompts}, allowed: at least 1 and {needed}; "
             "give more prompts"
         )
-    return train, held_out[: config.measure.prompts + config.measure.cost_prompts]
+    return train, held_out[: config.measure.prompts + config.measure.trial_prompts]
 
 
 def answer(
@@ -260,25 +282,26 @@ def head_features(states: HiddenStates, train: list[Example]) -> torch.Tensor:
 
 def measure(
     target: TargetModel, drafter: Eagle3Drafter, rows: Sequence[AnswerRow], config: MeasureConfig
-) -> tuple[CostTable | None, Speedup]:
-    """Costs first (on prompts of their own), then the speedup at the length that pays most by them."""
+) -> tuple[str, dict[str, Speedup], Speedup]:
+    """(the draft that was chosen, all that were tried on prompts of their own, the speedup of the chosen one)."""
     prompts = [row.input_ids[: row.spans[0][0]] for row in rows]
-    costs, length = None, config.draft_length
-    if length is None:
-        cost_prompts = prompts[-config.cost_prompts :]
-        prompts = prompts[: -config.cost_prompts] or prompts
-        costs, acceptance = measure_costs(target, drafter, cost_prompts, max_length=config.max_draft_length)
-        length = max(1, costs.best_length(acceptance))
-    prompts = prompts[: config.prompts]
-    speedup = measure_speedup(
+    options = {"temperature": config.temperature}
+    if config.draft_length is None:
+        contenders = drafts(drafter, target.device)
+        trial, prompts = prompts[-config.trial_prompts :], prompts[: -config.trial_prompts] or prompts
+        tried = measure_speedups(target, contenders, trial, max_new_tokens=config.trial_tokens, **options)
+        chosen = max(tried, key=lambda name: tried[name].speedup)
+    else:
+        chosen = f"chain of {config.draft_length}"
+        contenders, tried = {chosen: Contender(drafter, Fixed(config.draft_length))}, {}
+    found = measure_speedups(
         target,
-        drafter,
-        prompts,
+        {chosen: contenders[chosen]},
+        prompts[: config.prompts],
         max_new_tokens=config.max_new_tokens,
-        length_policy=Fixed(length),
-        temperature=config.temperature,
+        **options,
     )
-    return costs, speedup
+    return chosen, tried, found[chosen]
 
 
 def write_results(
@@ -288,12 +311,11 @@ def write_results(
     drafter: Eagle3Drafter,
     rows: dict[str, AnswerRow],
     trained: TrainResult,
-    costs: CostTable | None,
-    speedup: Speedup,
+    measured: tuple[str, dict[str, Speedup], Speedup],
     minutes: float,
 ) -> None:
     """The checkpoint folder with its card, summary.json and summary.md; the last one goes to the terminal too."""
-    results = summary.results(drafter, rows, trained, costs, speedup, minutes)
+    results = summary.results(drafter, rows, trained, measured, minutes)
     save_drafter(
         folder / "drafter",
         drafter,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -125,6 +126,25 @@ def write_json(path: Path, value: Any) -> None:
     """Write a JSON value atomically, indented, with a final newline."""
     with atomic_path(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+@contextlib.contextmanager
+def sole_writer(path: Path) -> Iterator[None]:
+    """Holds the lock of a file or folder that is written to; the system lets it go whenever this process ends.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    lock = Path(path).with_name(f".{Path(path).name}.lock")
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with open(lock, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{path}: another process is writing there; wait until it has ended, or give another path"
+            ) from None
+        yield
 
 
 def require_disk(path: Path, needed_bytes: int, what: str) -> None:

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,8 +110,7 @@ def read_answers(path: Path) -> list[AnswerRow]:
     path = Path(path)
     if not path.is_file():
         raise UserError(f"answers {path}: no such file; make it with data_prep/generate_responses.py")
-    with open(path, encoding="utf-8") as file:
-        rows = [_answer_row(line, f"{path} line {number}") for number, line in enumerate(file, 1) if line.strip()]
+    rows = [_answer_row(line, f"{path} line {number}") for number, line in _lines(path)]
     if not rows:
         raise UserError(f"answers {path}: got no rows; make it with data_prep/generate_responses.py")
     _require_unique([row.id for row in rows], str(path))
@@ -141,12 +140,10 @@ def read_examples(path: Path, tokenizer: Any, max_length: int) -> tuple[list[Exa
     path = Path(path)
     if not path.is_file():
         raise UserError(f"data {path}: no such file; give answers.jsonl or a JSONL file of conversations")
-    with open(path, encoding="utf-8") as file:
-        first = next((line for line in file if line.strip()), "")
+    _, first = next(_lines(path), (0, ""))
     if '"messages"' not in first:
         return answers_to_examples(read_answers(path), max_length)
-    with open(path, encoding="utf-8") as file:
-        rows = [_conversation(line, path, number) for number, line in enumerate(file, 1) if line.strip()]
+    rows = [_conversation(line, path, number) for number, line in _lines(path)]
     _require_unique([id_ for id_, _ in rows], str(path))
     return encode_conversations(tokenizer, rows, max_length)
 
@@ -447,7 +444,7 @@ def _answer_row(line: str, where: str) -> AnswerRow:
         got = sorted(values) if isinstance(values, dict) else type(values).__name__
         raise UserError(f"{where}: got {got}, expected an object with the keys {names}")
     ids, spans, finished = values["input_ids"], values["spans"], values["finished"]
-    if not _is_list(ids, int) or not ids or min(ids) < 0:
+    if not _is_list(ids, int) or not ids or min(ids) < 0 or max(ids) >= 2**31:
         raise UserError(f"{where}: input_ids must be a non-empty list of token ids")
     if not _is_list(finished, bool) or not _is_list(spans, list) or len(spans) != len(finished):
         raise UserError(f"{where}: spans and finished must be lists of one length, got {spans!r} and {finished!r}")
@@ -457,6 +454,20 @@ def _answer_row(line: str, where: str) -> AnswerRow:
     if edges and not 0 <= edges[0] <= edges[-1] <= len(ids):
         raise UserError(f"{where}: spans {spans!r} leave the {len(ids)} tokens of the row")
     return AnswerRow(str(values["id"]), str(values["category"]), ids, spans, finished)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number, text) of the lines that are not blank. Raises UserError for bytes that are not UTF-8."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                text = line.decode("utf-8-sig")
+            except UnicodeDecodeError:
+                raise UserError(
+                    f"{path} line {number}: got bytes that are not UTF-8; save the file as UTF-8, or make it again"
+                ) from None
+            if text.strip():
+                yield number, text
 
 
 def _conversation(line: str, path: Path, number: int) -> tuple[str, Any]:

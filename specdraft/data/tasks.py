@@ -175,6 +175,12 @@ def _parse_row(text: str, where: str, default_id: str) -> Prompt:
         ) from None
     if not isinstance(row, dict):
         raise UserError(f"{where}: got {text[:60]}, expected a JSON object")
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where}: got half a character ({error.object[error.start]!r}, a lone surrogate), expected whole ones; remove it"
+        ) from None
     turns, system = _turns_and_system(row, where)
     texts = turns if system is None else [system, *turns]
     if not turns or any(not isinstance(text, str) or not text.strip() for text in texts):

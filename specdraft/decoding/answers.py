@@ -8,6 +8,7 @@ Letters: B rows of a batch, V target vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +26,7 @@ from specdraft.data.source import States
 from specdraft.data.tasks import Prompt
 from specdraft.decoding.sampling import Sampling, draw
 from specdraft.models.target import Step, TargetModel
-from specdraft.provenance import atomic_path, hash_json, write_json
+from specdraft.provenance import atomic_path, hash_json, sole_writer, write_json
 
 Keep = Callable[[Example, States], None]
 GROUP = 2  # batches of similar length are cut from so many batches' worth of prompts, where time is limited
@@ -49,6 +50,10 @@ class AnswerConfig:
     def __post_init__(self) -> None:
         if self.max_minutes is not None and not self.max_minutes > 0:
             raise UserError(f"answers.max_minutes: got {self.max_minutes}, allowed: above 0, or none for no limit")
+        for key in ("max_new_tokens", "batch_size"):
+            if getattr(self, key) < 1:
+                raise UserError(f"answers.{key}: got {getattr(self, key)}, allowed: 1 or more")
+        _ = self.sampling  # checks its own
 
     @property
     def sampling(self) -> Sampling:
@@ -78,16 +83,24 @@ def answer_prompts(
     target's states of every new row, which it has made on the way: training then need not run the target again.
 
     Raises:
-        UserError: no prompts; a prompt that leaves no room for an answer; a file made with another target or configuration.
+        UserError: no prompts; a prompt that leaves no room for an answer; a file made with another target or configuration, or
+            that another process is writing to.
     """
     if not prompts:
         raise UserError("prompts: got none, at least one is needed; see data_prep/make_prompts.py")
+    with sole_writer(path):
+        return _answer_missing(target, prompts, path, config, keep)
+
+
+def _answer_missing(
+    target: TargetModel, prompts: Sequence[Prompt], path: Path, config: AnswerConfig, keep: Keep | None
+) -> list[AnswerRow]:
     rows = _resume(target, prompts, path, config)
     waiting = [_start(target, prompt, config) for prompt in prompts if prompt.id not in rows]
     budget = _Budget(path, config.max_minutes)
     with (
         open(path, "a", encoding="utf-8") as file,
-        tqdm(total=len(prompts), initial=len(rows), desc="answers", unit="prompt") as bar,
+        tqdm(total=len(prompts), initial=len(prompts) - len(waiting), desc="answers", unit="prompt") as bar,
     ):
         size = len(prompts) if config.max_minutes is None else GROUP * config.batch_size
         for group in (waiting[start : start + size] for start in range(0, len(waiting), size)):
@@ -134,7 +147,9 @@ class _Budget:
 
     def __init__(self, path: Path, minutes: float | None):
         self.path, self.minutes = path.with_suffix(".minutes.json"), minutes
-        self.spent, self.slowest = json.loads(self.path.read_text()) if self.path.exists() else (0.0, 0.0)
+        self.spent, self.slowest = 0.0, 0.0
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError):  # none yet, or not what `spend` wrote
+            self.spent, self.slowest = map(float, json.loads(self.path.read_text()))
 
     def has_room(self) -> bool:
         return self.minutes is None or self.spent + self.slowest < self.minutes
@@ -214,6 +229,11 @@ def _generator(conversation: Conversation, config: AnswerConfig) -> torch.Genera
 
 def _start(target: TargetModel, prompt: Prompt, config: AnswerConfig) -> Conversation:
     ids = _prompt_ids(target, prompt)
+    if max(ids, default=0) >= target.vocab_size:
+        raise UserError(
+            f"target {target.name}: its tokenizer gives the id {max(ids)}, allowed: below {target.vocab_size}, the rows of its "
+            "embedding; put the model's own tokenizer there"
+        )
     room = target.max_positions - config.max_new_tokens
     if len(ids) > room:
         raise UserError(
@@ -298,7 +318,9 @@ def _resume(target: TargetModel, prompts: Sequence[Prompt], path: Path, config: 
         write_json(key_path, key)
         path.touch()
         return {}
-    found = json.loads(key_path.read_text()) if key_path.exists() else {}
+    found = {}
+    with contextlib.suppress(FileNotFoundError, ValueError):  # then it differs
+        found = dict(json.loads(key_path.read_text()))
     differing = [name for name in key if found.get(name) != key[name]]
     if differing:
         name = differing[0]
@@ -316,7 +338,7 @@ def _resume(target: TargetModel, prompts: Sequence[Prompt], path: Path, config: 
 
 def _answers(target: TargetModel, row: AnswerRow, prompt: Prompt) -> bool:
     """Whether `row` answers exactly this prompt: what stands before its first answer is the prompt, token by token."""
-    return row.input_ids[: row.spans[0][0]] == _prompt_ids(target, prompt)
+    return bool(row.spans) and row.input_ids[: row.spans[0][0]] == _prompt_ids(target, prompt)
 
 
 def _complete_rows(path: Path) -> Iterator[AnswerRow]:

@@ -28,6 +28,7 @@ def load_model(
         UserError: nothing there, no config, not a causal language model, needs remote code, incomplete or corrupt
             weights, no tokenizer, an unreachable Hub.
     """
+    _require_device(device)
     source, gguf = _locate(where)
     options = {"revision": revision} if revision is not None else {}
     if gguf is not None:
@@ -59,6 +60,15 @@ def load_model(
             f"target {where}: {len(bad)} weights are missing or misshapen, such as {bad[0]}; fetch the model again"
         )
     return model.to(device).eval().requires_grad_(False), tokenizer
+
+
+def _require_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UserError(
+            f"device: got {device!r} ({_brief(error)}), allowed: cpu, or an accelerator that torch sees here"
+        ) from None
 
 
 def supported_dtype(dtype: torch.dtype, device: str) -> torch.dtype:

@@ -233,6 +233,11 @@ class TargetModel:
                 f"target {self.name}: a {self.hf_config.model_type} model cannot be run through our cache "
                 f"({' '.join(str(error).split())[:160]}); choose a decoder-only model that generates with a plain cache"
             ) from error
+        if not own.isfinite().all():
+            raise UserError(
+                f"target {self.name}: its own logits are NaN or infinite in {str(self.dtype).removeprefix('torch.')}; check its "
+                "weights, or load it in another dtype"
+            )
         for what, logits in found.items():
             error = float((logits.float() - own).abs().mean() / own.std())
             if not error < CHECK_TOLERANCE[self.dtype]:

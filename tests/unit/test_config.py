@@ -1,5 +1,6 @@
 """Defaults < YAML < flags, at any depth; what does not fit is one clear line."""
 
+import errno
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -78,6 +79,33 @@ def test_bad_flags_are_one_line(flags):
     with pytest.raises(UserError) as caught:
         parse_config(Outer, flags)
     assert "\n" not in str(caught.value)
+
+
+def test_the_words_of_a_bad_flag_come_once():
+    with pytest.raises(UserError, match=r"^Unrecognized options: --nme, b") as caught:
+        parse_config(Outer, ["--nme", "b"])
+    with pytest.raises(UserError, match=r"^--inner.rank: .*'many'") as caught:
+        parse_config(Outer, ["--inner.rank", "many"])
+    assert "helptext" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "file/x"), 2, "error: file/x: Not a directory; "),
+        (OSError(errno.ENOSPC, "No space left on device"), 2, "error: No space left on device; "),
+        (KeyboardInterrupt(), 130, "stopped by Ctrl-C; "),
+    ],
+)
+def test_a_full_disk_and_ctrl_c_are_one_line(monkeypatch, capsys, error, code, line):
+    def main(config):
+        raise error
+
+    monkeypatch.setattr("sys.argv", ["program"])
+    with pytest.raises(SystemExit) as stop:
+        run_program(main, Outer)
+    assert stop.value.code == code
+    assert capsys.readouterr().err.startswith(line)
 
 
 def test_a_program_ends_with_code_2(monkeypatch, capsys):

@@ -396,6 +396,13 @@ def test_bad_answers_are_refused_with_their_line(tmp_path, row, message):
         read_answers(write(tmp_path / "answers.jsonl", ROW, row))
 
 
+def test_bytes_that_are_not_utf8_are_refused_with_their_line(make, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\n{"messages": "caf\xe9"}\n')
+    for read in (read_answers, lambda path: read_examples(path, make(CHATML), 99)):
+        with pytest.raises(UserError, match=r"a\.jsonl line 2: got bytes that are not UTF-8"):
+            read(tmp_path / "a.jsonl")
+
+
 def test_missing_or_empty_answers_are_refused(tmp_path):
     with pytest.raises(UserError, match="no such file"):
         read_answers(tmp_path / "answers.jsonl")

@@ -142,6 +142,8 @@ def test_read_skips_blank_lines_and_a_byte_order_mark(tmp_path):
         ({"messages": [{"role": "assistant", "content": "b"}]}, "not empty"),
         ({"messages": ["a"]}, "role and content"),
         ({"id": "first", "text": "a"}, "line 1 too"),
+        ('{"text": "half \\ud800"}', "lone surrogate"),
+        ('{"text": "a", "id": "\\udfff"}', "lone surrogate"),
     ],
 )
 def test_bad_rows_name_their_line(tmp_path, row, message):

@@ -11,7 +11,9 @@ from specdraft.data.source import Online, run_target
 from specdraft.data.tasks import Prompt
 from specdraft.decoding.answers import AnswerConfig, answer_prompts, estimate_answers, read_parts
 from specdraft.decoding.generate import autoregressive_generate
-from specdraft.testing import TINY_VOCAB, tiny_target
+from specdraft.models.target import TargetModel
+from specdraft.provenance import sole_writer
+from specdraft.testing import TINY_VOCAB, tiny_model, tiny_target, tiny_tokenizer
 
 PROMPTS = [
     Prompt(f"p{i}", "chat", (text,))
@@ -129,6 +131,39 @@ def test_bad_prompts_are_refused_before_any_work(target, tmp_path):
     long = [Prompt("long", "chat", ("sea " * target.max_positions,))]
     with pytest.raises(UserError, match=r"'long': got \d+ tokens, allowed"):
         answer_prompts(target, long, tmp_path / "a.jsonl", CONFIG)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+    """Its ids have no embedding."""
+    target = TargetModel.from_model(tiny_model("llama", vocab=100), tiny_tokenizer())
+    with pytest.raises(UserError, match=r"its tokenizer gives the id \d+, allowed: below 100"):
+        answer_prompts(target, PROMPTS[:1], tmp_path / "a.jsonl", CONFIG)
+
+
+@pytest.mark.parametrize("setting", ["max_new_tokens", "batch_size", "temperature"])
+def test_bad_settings_are_refused(setting):
+    with pytest.raises(UserError, match=f"{setting}: got -1"):
+        AnswerConfig(**{setting: -1})
+
+
+def test_two_programs_do_not_write_one_file(target, tmp_path):
+    path = tmp_path / "a.jsonl"
+    with sole_writer(path), pytest.raises(UserError, match=r"a\.jsonl: another process is writing"):
+        answer_prompts(target, PROMPTS[:1], path, CONFIG)
+    assert answer_prompts(target, PROMPTS[:1], path, CONFIG)
+
+
+def test_files_edited_by_hand(target, tmp_path):
+    """A row without an answer is answered again; a broken budget is a new one, a broken key is not ours."""
+    path = tmp_path / "a.jsonl"
+    first = answer_prompts(target, PROMPTS[:1], path, CONFIG)
+    row = json.loads(path.read_text()) | {"spans": [], "finished": []}
+    path.write_text(json.dumps(row) + "\n")
+    path.with_suffix(".minutes.json").write_text("")
+    assert answer_prompts(target, PROMPTS[:1], path, CONFIG) == first
+    path.with_suffix(".key.json").write_text("{")
+    with pytest.raises(UserError, match="was made with target = None"):
+        answer_prompts(target, PROMPTS[:1], path, CONFIG)
 
 
 def test_the_estimate_names_tokens_time_memory_and_disk(target):

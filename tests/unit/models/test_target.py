@@ -162,6 +162,19 @@ def test_a_family_that_we_get_wrong_is_refused(monkeypatch):
         tiny_target("cohere")
 
 
+def test_weights_that_are_not_numbers_are_refused():
+    model = tiny_model("llama")
+    model.model.norm.weight.data.fill_(float("nan"))
+    with pytest.raises(UserError, match="its own logits are NaN or infinite in float32"):
+        TargetModel.from_model(model)
+
+
+@pytest.mark.parametrize("device", ["banana", "cuda:99"])
+def test_a_device_that_is_not_there(device):
+    with pytest.raises(UserError, match=f"device: got '{device}' .*, allowed: cpu"):
+        TargetModel.load("nowhere", device=device)
+
+
 def test_a_head_with_a_bias_is_refused():
     model = tiny_model(tied=False)
     model.lm_head.bias = nn.Parameter(torch.zeros(TINY_VOCAB))
