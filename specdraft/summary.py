@@ -15,12 +15,13 @@ import torch
 import yaml
 
 from specdraft.data.chat import AnswerRow, Example
-from specdraft.decoding.costs import CostTable
 from specdraft.decoding.measure import Speedup
 from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.target import TargetModel
 from specdraft.provenance import atomic_path, provenance, write_json
 from specdraft.training.loop import TrainConfig, TrainResult
+
+TRIED = ("speedup", "tau", "mean_drafted", "draft_ms", "verify_ms", "sample_ms", "tokens_per_second")  # kept of a trial
 
 
 def training_estimate(
@@ -66,11 +67,11 @@ def results(
     drafter: Eagle3Drafter,
     rows: dict[str, AnswerRow],
     trained: TrainResult,
-    costs: CostTable | None,
-    speedup: Speedup,
+    measured: tuple[str, dict[str, Speedup], Speedup],
     minutes: float,
 ) -> dict[str, Any]:
-    """Everything that summary.json holds."""
+    """Everything that summary.json holds. measured: the draft that was chosen, those that were tried, the chosen one's speedup."""
+    draft, tried, speedup = measured
     head = drafter.lm_head
     parameters = sum(parameter.numel() for parameter in drafter.parameters())
     head_parameters = sum(parameter.numel() for parameter in head.parameters())
@@ -89,7 +90,8 @@ def results(
             "minutes": trained.seconds / 60,
         },
         "held_out": held_out,
-        "costs": None if costs is None else vars(costs),
+        "draft": draft,
+        "tried": {name: {key: getattr(trial, key) for key in TRIED} for name, trial in tried.items()},
         "provenance": provenance(),
     }
 
@@ -97,7 +99,9 @@ def results(
 def write(folder: Path, name: str, target: TargetModel, found: dict[str, Any]) -> str:
     """Write summary.json and summary.md into `folder`; returns the page."""
     write_json(folder / "summary.json", found)
-    page = f"# {name}\n\n{describe(target, found)}\n\n{table(found)}\n\nDrafter: `{folder / 'drafter'}`\n"
+    page = (
+        f"# {name}\n\n{describe(target, found)}\n\n{table(found)}\n\n{trials(found)}Drafter: `{folder / 'drafter'}`\n"
+    )
     if found["warning"]:
         page += f"\n**Warning:** {found['warning']}\n"
     with atomic_path(folder / "summary.md") as temporary:
@@ -109,12 +113,11 @@ def describe(target: TargetModel, found: dict[str, Any]) -> str:
     """The result in two sentences, and why."""
     head = found["head"]
     shape = f"{head['rows']:,} x {head['width']}"
-    draft = found["mean_drafted"]
     return (
         f"**{found['speedup']:.2f}x** over {target.name} alone (95 % interval {found['speedup_low']:.2f} to {found['speedup_high']:.2f}) "
         f"on {found['prompts']} held-out prompts at T = {found['temperature']:g} in {found['dtype']}: "
         f"{found['tokens_per_second']:.1f} against {found['target_tokens_per_second']:.1f} tokens/s.\n\n"
-        f"Why: a round drafts {draft:.1f} tokens in {found['draft_ms']:.1f} ms (the {head['kind']} head of {shape} takes "
+        f"Why: a round drafts a {found['draft']} in {found['draft_ms']:.1f} ms (the {head['kind']} head of {shape} takes "
         f"{found['head_ms']:.1f} of them), the target checks them in {found['verify_ms']:.1f} ms where one token alone takes "
         f"{found['target_ms']:.1f}, and the round gives {found['tau']:.2f} tokens."
     )
@@ -161,6 +164,18 @@ def table(found: dict[str, Any]) -> str:
         ("versions, date", f"{versions}, {found['provenance']['date']}"),
     ]
     return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows)
+
+
+def trials(found: dict[str, Any]) -> str:
+    """What was tried before, on prompts of its own, as a Markdown table; empty where nothing was."""
+    if not found["tried"]:
+        return ""
+    lines = [
+        f"| {name} | {t['tau']:.2f} | {t['draft_ms']:.1f} | {t['verify_ms']:.1f} | {t['speedup']:.2f}x |"
+        for name, t in found["tried"].items()
+    ]
+    header = "Drafts tried first, on a few other prompts:\n\n| | tau | draft ms | verify ms | speedup |\n|---|---|---|---|---|\n"
+    return header + "\n".join(lines) + "\n\n"
 
 
 def without_loops(found: dict[str, Any]) -> list[tuple[str, str]]:

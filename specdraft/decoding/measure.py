@@ -24,7 +24,7 @@ from tqdm import tqdm
 from specdraft.config import UserError
 from specdraft.decoding.costs import CostTable
 from specdraft.decoding.generate import GenerateOutput, autoregressive_generate, check_prompt, speculative_generate
-from specdraft.decoding.length_policies import LengthPolicy
+from specdraft.decoding.length_policies import Fixed, LengthPolicy
 from specdraft.decoding.trace import (
     DecodeTrace,
     Round,
@@ -40,6 +40,7 @@ from specdraft.decoding.trace import (
 from specdraft.decoding.vocab_policies import VocabPolicy
 from specdraft.models.drafter import Drafter
 from specdraft.models.target import TargetModel
+from specdraft.models.tree import Eagle2Tree, Shape
 from specdraft.provenance import machine
 
 BUSY = 0.05  # share of all cores used by others above which times are not to be trusted
@@ -51,11 +52,12 @@ TARGET_ALONE = "target alone"
 
 @dataclass
 class Contender:
-    """What is measured against the target alone."""
+    """What is measured against the target alone. tree: how a draft branches; None = a chain."""
 
     drafter: Drafter
     length_policy: LengthPolicy | None = None
     vocab_policy: VocabPolicy | None = None
+    tree: Shape | None = None
 
 
 @dataclass
@@ -126,14 +128,26 @@ def measure_speedup(
     max_new_tokens: int,
     length_policy: LengthPolicy | None = None,
     vocab_policy: VocabPolicy | None = None,
+    tree: Shape | None = None,
     temperature: float = 0.0,
     seed: int = 0,
 ) -> Speedup:
     """One drafter against the target alone on `prompts` (token ids). See `measure_speedups`."""
-    contenders = {"drafter": Contender(drafter, length_policy, vocab_policy)}
+    contenders = {"drafter": Contender(drafter, length_policy, vocab_policy, tree)}
     return measure_speedups(
         target, contenders, prompts, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
     )["drafter"]
+
+
+def drafts(drafter: Drafter, device: torch.device) -> dict[str, Contender]:
+    """Chains of several lengths and EAGLE-2 trees of several sizes, to be tried on a few prompts: which of them pays most depends
+    on the machine and on the drafter, and no formula knows both. Where more verified tokens cost next to nothing, larger ones."""
+    lengths, sizes = (1, 2, 3, 4), ((3, 2, 2), (5, 2, 3), (8, 3, 3), (12, 4, 4))
+    if device.type != "cpu":
+        lengths, sizes = (*lengths, 6, 8), (*sizes, (24, 6, 6), (60, 7, 10))
+    chains = {f"chain of {k}": Contender(drafter, Fixed(k)) for k in lengths}
+    trees = {f"tree of {n}, {d} deep": Contender(drafter, tree=Eagle2Tree(n, d, w)) for n, d, w in sizes}
+    return chains | trees
 
 
 def measure_speedups(
@@ -172,6 +186,7 @@ def measure_speedups(
             temperature=temperature,
             length_policy=contender.length_policy,
             vocab_policy=contender.vocab_policy,
+            tree=contender.tree,
             generator=generator,
             synchronize=sync,
         )

@@ -27,7 +27,7 @@ TINY = [
     "--train.epochs=1",
     "--train.mixed-precision=no",
     "--measure.prompts=2",
-    "--measure.cost-prompts=1",
+    "--measure.trial-prompts=1",
     "--measure.max-new-tokens=24",
     "--measure.draft-length=2",
 ]
@@ -107,6 +107,19 @@ def test_training_on_stored_states(stored):
     assert "answers and hidden states: 120 of states" in done.stdout
     assert not (stored / "out" / "answers").exists()
     assert json.loads((stored / "out" / "stored" / "summary.json").read_text())["training"]["steps"] > 0
+
+
+def test_drafts_are_tried_and_the_fastest_is_measured(stored):
+    flags = ["--max-length=200", "--states=states", "--output=out", "--name=tried", "--train.max-steps=2"]
+    tiny = [flag for flag in TINY if "draft-length" not in flag]
+    done = run("recipes/train_slimspec.py", *tiny, *flags, "--measure.trial-tokens=8", cwd=stored)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((stored / "out" / "tried" / "summary.json").read_text())
+    speedups = {name: tried["speedup"] for name, tried in found["tried"].items()}
+    assert {"chain of 1", "chain of 4", "tree of 3, 2 deep", "tree of 12, 4 deep"} <= speedups.keys()
+    assert found["draft"] == max(speedups, key=speedups.get)
+    assert found["prompts"] == 2
+    assert f"a round drafts a {found['draft']}" in done.stdout
 
 
 BAD_STATES = {
