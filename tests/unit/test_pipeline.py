@@ -8,9 +8,7 @@ from specdraft.config import UserError
 from specdraft.pipeline import MeasureConfig, RunConfig
 
 
-@pytest.mark.parametrize(
-    "setting", ["prompts", "max_new_tokens", "draft_length", "max_draft_length", "cost_prompts", "temperature"]
-)
+@pytest.mark.parametrize("setting", ["prompts", "max_new_tokens", "draft_length", "temperature"])
 def test_measuring_that_cannot_work_is_refused_before_training(setting):
     with pytest.raises(UserError, match=f"{setting}: got -1"):
         MeasureConfig(**{setting: -1})
