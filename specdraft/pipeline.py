@@ -35,9 +35,8 @@ from specdraft.decoding.answers import (
     estimate_answers,
     read_parts,
 )
-from specdraft.decoding.costs import CostTable
 from specdraft.decoding.length_policies import Fixed
-from specdraft.decoding.measure import Speedup, measure_costs, measure_speedup
+from specdraft.decoding.measure import Contender, Speedup, drafts, measure_speedups
 from specdraft.decoding.sampling import Sampling
 from specdraft.models.checkpoint import load_drafter, save_drafter
 from specdraft.models.eagle3 import Eagle3Drafter
@@ -56,18 +55,18 @@ TRIMMED_SIZE = 8192  # of a trimmed head, where nothing is said
 @dataclass
 class MeasureConfig:
     """prompts: held-out prompts decoded, at T = temperature, to at most max_new_tokens each, with and without the drafter.
-    draft_length: tokens drafted a round; None = the best by measured costs among 1..max_draft_length, for which cost_prompts
-    other held-out prompts are decoded first."""
+    draft_length: tokens drafted a round, a chain; None = what is fastest of several chains and trees (measure.drafts) on
+    trial_prompts other held-out prompts, decoded to trial_tokens."""
 
     prompts: int = 40
     max_new_tokens: int = 96
     temperature: float = 0.0
     draft_length: int | None = None
-    max_draft_length: int = 5
-    cost_prompts: int = 8
+    trial_prompts: int = 8
+    trial_tokens: int = 64
 
     def __post_init__(self) -> None:
-        for key in ("prompts", "max_new_tokens", "draft_length", "max_draft_length", "cost_prompts"):
+        for key in ("prompts", "max_new_tokens", "draft_length", "trial_prompts", "trial_tokens"):
             _require_positive(f"measure.{key}", getattr(self, key))
         Sampling(self.temperature)
 
@@ -169,9 +168,9 @@ def run(config: RunConfig) -> None:
         trained = trainer.run()
         if accelerator.is_main_process:
             drafter.to(target.dtype).eval()  # which is fp32 where the processor has no bf16
-            costs, speedup = measure(target, drafter, in_order(rows, held_out_prompts), config.measure)
+            measured = measure(target, drafter, in_order(rows, held_out_prompts), config.measure)
             minutes = (time.perf_counter() - started) / 60
-            write_results(folder, config, target, drafter, rows, trained, costs, speedup, minutes)
+            write_results(folder, config, target, drafter, rows, trained, measured, minutes)
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
@@ -208,7 +207,7 @@ def choose_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
             f"prompts: got {len(train)} for training and {len(held_out)} held out of {config.prompts}, allowed: at least 1 and {needed}; "
             "give more prompts"
         )
-    return train, held_out[: config.measure.prompts + config.measure.cost_prompts]
+    return train, held_out[: config.measure.prompts + config.measure.trial_prompts]
 
 
 def answer(
@@ -283,25 +282,26 @@ def head_features(states: HiddenStates, train: list[Example]) -> torch.Tensor:
 
 def measure(
     target: TargetModel, drafter: Eagle3Drafter, rows: Sequence[AnswerRow], config: MeasureConfig
-) -> tuple[CostTable | None, Speedup]:
-    """Costs first (on prompts of their own), then the speedup at the length that pays most by them."""
+) -> tuple[str, dict[str, Speedup], Speedup]:
+    """(the draft that was chosen, all that were tried on prompts of their own, the speedup of the chosen one)."""
     prompts = [row.input_ids[: row.spans[0][0]] for row in rows]
-    costs, length = None, config.draft_length
-    if length is None:
-        cost_prompts = prompts[-config.cost_prompts :]
-        prompts = prompts[: -config.cost_prompts] or prompts
-        costs, acceptance = measure_costs(target, drafter, cost_prompts, max_length=config.max_draft_length)
-        length = max(1, costs.best_length(acceptance))
-    prompts = prompts[: config.prompts]
-    speedup = measure_speedup(
+    options = {"temperature": config.temperature}
+    if config.draft_length is None:
+        contenders = drafts(drafter, target.device)
+        trial, prompts = prompts[-config.trial_prompts :], prompts[: -config.trial_prompts] or prompts
+        tried = measure_speedups(target, contenders, trial, max_new_tokens=config.trial_tokens, **options)
+        chosen = max(tried, key=lambda name: tried[name].speedup)
+    else:
+        chosen = f"chain of {config.draft_length}"
+        contenders, tried = {chosen: Contender(drafter, Fixed(config.draft_length))}, {}
+    found = measure_speedups(
         target,
-        drafter,
-        prompts,
+        {chosen: contenders[chosen]},
+        prompts[: config.prompts],
         max_new_tokens=config.max_new_tokens,
-        length_policy=Fixed(length),
-        temperature=config.temperature,
+        **options,
     )
-    return costs, speedup
+    return chosen, tried, found[chosen]
 
 
 def write_results(
@@ -311,12 +311,11 @@ def write_results(
     drafter: Eagle3Drafter,
     rows: dict[str, AnswerRow],
     trained: TrainResult,
-    costs: CostTable | None,
-    speedup: Speedup,
+    measured: tuple[str, dict[str, Speedup], Speedup],
     minutes: float,
 ) -> None:
     """The checkpoint folder with its card, summary.json and summary.md; the last one goes to the terminal too."""
-    results = summary.results(drafter, rows, trained, costs, speedup, minutes)
+    results = summary.results(drafter, rows, trained, measured, minutes)
     save_drafter(
         folder / "drafter",
         drafter,
