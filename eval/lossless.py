@@ -4,11 +4,12 @@ python eval/lossless.py                               # the newest drafter under
 python eval/lossless.py --drafter runs/slimspec/drafter --prompts my_prompts.jsonl
 python eval/lossless.py --quick                       # under a minute
 
-Every vocabulary policy and every length policy is run (with --every-pair all pairs of them), greedy. In fp32 the output must be
-the target's own on every prompt; in bf16 forwards of one and of several rows round differently, so outputs may part where the
-target's two best logits nearly tie: every first divergence is printed with that margin. A break is a divergence with a larger
-margin than rounding explains, or a drafter of which nothing is accepted: a useless drafter is lossless too. Exit code 1 on a
-break, 2 on bad input. (That sampled outputs follow the target's law is shown by exact enumeration in the tests.)
+Every vocabulary policy, every length policy and EAGLE-2's tree are run (with --every-pair all pairs of them), greedy. In fp32
+the output must be the target's own on every prompt; in bf16 forwards of one and of several rows round differently, so outputs
+may part where the target's two best logits nearly tie: every first divergence is printed with that margin. A break is a
+divergence with a larger margin than rounding explains, or a drafter of which nothing is accepted: a useless drafter is lossless
+too. Exit code 1 on a break, 2 on bad input. (That sampled outputs follow the target's law is shown by exact enumeration in the
+tests.)
 """
 
 from __future__ import annotations

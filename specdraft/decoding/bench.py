@@ -1,6 +1,6 @@
 """What a benchmark is made of: requests (every turn of a conversation is one), one repeat of one cell, and the numbers that its
-repeats make. A cell is a task at a temperature; in it the target alone and all contenders answer the same requests in turning
-order, so that a drift of the machine meets all alike.
+repeats make. A cell is a task at a temperature and a batch size; in it the target alone and all contenders answer the same
+requests in turning order, so that a drift of the machine meets all alike.
 
 Who the contenders are is in contenders.py. It knows nothing of how drafters were trained.
 """
@@ -20,10 +20,11 @@ from specdraft.data.chat import render_prompt
 from specdraft.data.tasks import Prompt
 from specdraft.decoding import numbers
 from specdraft.decoding.costs import CostTable
-from specdraft.decoding.generate import GenerateOutput, autoregressive_generate, speculative_generate
+from specdraft.decoding.generate import GenerateOutput, autoregressive_generate, speculative_generate_batch
 from specdraft.decoding.measure import TARGET_ALONE, WARM_UP_TOKENS, Contender, OthersCpu
 from specdraft.decoding.trace import DecodeTrace, first_divergence, top2_margin
 from specdraft.models.target import TargetModel
+from specdraft.models.tree import Shape
 
 
 @dataclass(frozen=True)
@@ -82,36 +83,48 @@ def _turns(target: TargetModel, prompt: Prompt, max_new_tokens: int, answers: li
 
 
 @dataclass
+class Side:
+    """What is measured against the target alone.   rows: for every row of a batch, the same drafter with policies of its own.
+    tree: how a draft branches; None = a chain."""
+
+    rows: list[Contender]
+    tree: Shape | None = None
+
+
+@dataclass
 class Decoding:
-    """max_new_tokens: see speculative_generate.   seed: request i is sampled with seed + i, on every side and in every repeat: repeats
-    are the same computation and differ in time alone."""
+    """max_new_tokens: see speculative_generate.   seed: request i is sampled with seed + i, on every side and in every repeat:
+    repeats are the same computation and differ in time alone.   batch: requests decoded together."""
 
     max_new_tokens: int
     temperature: float = 0.0
     seed: int = 0
+    batch: int = 1
 
 
 def run_repeat(
-    target: TargetModel, contenders: dict[str, Contender], requests: Sequence[Request], how: Decoding, turn: int = 0
+    target: TargetModel, contenders: dict[str, Side], requests: Sequence[Request], how: Decoding, turn: int = 0
 ) -> dict[str, Any]:
-    """All requests by the target alone and by every contender, after a warm-up of each; who goes first turns from request to
-    request, beginning with place `turn`.
+    """All requests by the target alone and by every contender, after a warm-up of each; who goes first turns from batch to
+    batch, beginning with place `turn`.
 
     Returns (for a JSON file): outputs {name: [{tokens, trace}]} for the target alone and the contenders, divergences {name: [..]}
     at T = 0, others_cpu_share, peak_memory_gb {name: ..} (on a CPU: of the process so far, the same for all).
     """
     sides = {TARGET_ALONE: None, **contenders}
     names = list(sides)
+    batches = [list(requests[first : first + how.batch]) for first in range(0, len(requests), how.batch)]
     for name in names:
-        _decode(target, sides[name], requests[0], 0, Decoding(min(how.max_new_tokens, WARM_UP_TOKENS), how.temperature))
+        short = Decoding(min(how.max_new_tokens, WARM_UP_TOKENS), how.temperature)
+        _decode(target, sides[name], batches[0], 0, short)
     outputs: dict[str, list[GenerateOutput]] = {name: [] for name in names}
     peak = dict.fromkeys(names, 0.0)
     others = OthersCpu()
-    for number, request in enumerate(requests):
+    for number, batch in enumerate(batches):
         first = (turn + number) % len(names)
         for name in names[first:] + names[:first]:
             _reset_peak(target)
-            outputs[name].append(_decode(target, sides[name], request, number, how))
+            outputs[name] += _decode(target, sides[name], batch, number * how.batch, how)
             peak[name] = max(peak[name], _peak_gb(target))
     share = others.share()
     alone = outputs[TARGET_ALONE]
@@ -145,24 +158,26 @@ def find_divergences(
 
 
 def _decode(
-    target: TargetModel, contender: Contender | None, request: Request, number: int, how: Decoding
-) -> GenerateOutput:
-    options = {
-        "max_new_tokens": how.max_new_tokens,
-        "temperature": how.temperature,
-        "generator": torch.Generator().manual_seed(how.seed + number),
-        "synchronize": target.device.type != "cpu",
-    }
-    if contender is None:
-        return autoregressive_generate(target, request.input_ids, **options)
-    return speculative_generate(
+    target: TargetModel, side: Side | None, batch: list[Request], first: int, how: Decoding
+) -> list[GenerateOutput]:
+    """One batch. first: number of its first request."""
+    rows = [] if side is None else side.rows[: len(batch)]
+    return speculative_generate_batch(
         target,
-        contender.drafter,
-        request.input_ids,
-        length_policy=contender.length_policy,
-        vocab_policy=contender.vocab_policy,
-        **options,
+        rows[0].drafter if rows else None,
+        [request.input_ids for request in batch],
+        max_new_tokens=how.max_new_tokens,
+        temperature=how.temperature,
+        tree=None if side is None else side.tree,
+        vocab_policies=_given([row.vocab_policy for row in rows]),
+        length_policies=_given([row.length_policy for row in rows]),
+        generators=[torch.Generator().manual_seed(how.seed + first + row) for row in range(len(batch))],
+        synchronize=target.device.type != "cpu",
     )
+
+
+def _given(policies: list) -> list | None:
+    return None if not policies or policies[0] is None else policies
 
 
 def _reset_peak(target: TargetModel) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdraft.decoding.bench import Request, find_divergences
-from specdraft.decoding.contenders import Frequency, PolicyConfig, length_policy, vocab_policy
+from specdraft.decoding.bench import Request, Side, find_divergences
+from specdraft.decoding.contenders import EAGLE2, Frequency, PolicyConfig, length_policy, vocab_policy
 from specdraft.decoding.costs import CostTable
 from specdraft.decoding.evospec import EvoSpecConfig
 from specdraft.decoding.generate import autoregressive_generate, speculative_generate
@@ -20,6 +20,7 @@ from specdraft.decoding.trace import acceptance_counts, tau
 from specdraft.decoding.vocab_policies import VOCAB_POLICIES
 from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.target import TargetModel
+from specdraft.models.tree import Eagle2Tree
 
 ACCEPTANCE = 0.6  # conditional, made up
 
@@ -40,9 +41,10 @@ class GreedyCheck:
 
 def policies_to_check(
     target: TargetModel, drafter: Eagle3Drafter, drafted: int, every_pair: bool, with_evospec: bool
-) -> dict[str, Contender]:
-    """Sides named vocabulary/length, the plain one (all rows, `drafted` tokens) first: every policy of one kind with the plain
-    one of the other, or every pair. Frequency lists are in the order of ids, sized so that they fit the head."""
+) -> dict[str, Side]:
+    """Sides named vocabulary/length or vocabulary/eagle2, the plain one (all rows, `drafted` tokens) first: every policy of one
+    kind with the plain one of the other, or every pair; trees with every vocabulary. Frequency lists are in the order of ids,
+    sized so that they fit the head."""
     rows = len(drafter.lm_head.weight)
     core, tail = max(1, min(8192, rows // 4)), max(1, min(1024, rows // 8))
     settings = PolicyConfig(
@@ -65,12 +67,13 @@ def policies_to_check(
         for length in LENGTH_POLICIES:
             if every_pair or vocab == "all" or length == "fixed":
                 policy, _ = length_policy(length, settings, costs, [ACCEPTANCE] * drafted, temperature=0.0)
-                sides[f"{vocab}/{length}"] = Contender(drafter, policy, made[vocab])
+                sides[f"{vocab}/{length}"] = Side([Contender(drafter, policy, made[vocab])])
+        sides[f"{vocab}/{EAGLE2}"] = Side([Contender(drafter, None, made[vocab])], Eagle2Tree(24, drafted, 4))
     return sides
 
 
 def check_greedy(
-    target: TargetModel, sides: dict[str, Contender], requests: Sequence[Request], max_new_tokens: int
+    target: TargetModel, sides: dict[str, Side], requests: Sequence[Request], max_new_tokens: int
 ) -> dict[str, GreedyCheck]:
     """Every side on every request, against the target alone."""
     alone = [autoregressive_generate(target, request.input_ids, max_new_tokens=max_new_tokens) for request in requests]
@@ -79,11 +82,12 @@ def check_greedy(
         own = [
             speculative_generate(
                 target,
-                side.drafter,
+                side.rows[0].drafter,
                 request.input_ids,
                 max_new_tokens=max_new_tokens,
-                length_policy=side.length_policy,
-                vocab_policy=side.vocab_policy,
+                tree=side.tree,
+                length_policy=side.rows[0].length_policy,
+                vocab_policy=side.rows[0].vocab_policy,
             )
             for request in requests
         ]

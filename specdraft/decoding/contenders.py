@@ -1,4 +1,4 @@
-"""Who takes part in a benchmark: drafters x vocabulary policies x length policies, by name and settings, with the cost table that
+"""Who takes part in a benchmark: drafters x vocabulary policies x length policies, or trees, by name and settings, with the cost table that
 cost-aware policies and the hindsight need.
 
 It knows nothing of prompts other than those that costs are measured on.
@@ -6,6 +6,7 @@ It knows nothing of prompts other than those that costs are measured on.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,6 +16,7 @@ from typing import Any, Literal
 from specdraft.config import UserError
 from specdraft.data.chat import read_answers
 from specdraft.data.vocab import VocabMap, count_tokens, required_ids
+from specdraft.decoding.bench import Side
 from specdraft.decoding.costs import CostTable
 from specdraft.decoding.evospec import EvoSpecConfig, EvoSpecVocabulary, Pairs, count_pairs
 from specdraft.decoding.length_policies import (
@@ -34,9 +36,11 @@ from specdraft.decoding.vocab_policies import VOCAB_POLICIES, AllTokens, Frequen
 from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.heads import Head
 from specdraft.models.target import TargetModel
+from specdraft.models.tree import Eagle2Tree
 from specdraft.provenance import hash_json, machine, write_json
 
 NEEDS_FREQUENCY = ("frequency", "evospec")
+CHAIN, EAGLE2 = "chain", "eagle2"
 
 
 @dataclass
@@ -44,7 +48,7 @@ class PolicyConfig:
     """frequency: answers (JSONL) or a vocabulary map (safetensors) that give the order of frequency.   frequency_size: rows of the
     frequency list.   nanospec_capacity, nanospec_kind: see NanoSpec.   evospec: see EvoSpecConfig.   drafted: of `fixed`, and where
     `heuristic` starts.   most: tokens a round at most, also the longest draft whose costs are measured.   libraspec_block;
-    libraspec_a: None = from the measured costs."""
+    libraspec_a: None = from the measured costs.   eagle2: see Eagle2Tree."""
 
     frequency: Path | None = None
     frequency_size: int = 8192
@@ -55,6 +59,7 @@ class PolicyConfig:
     most: int = 8
     libraspec_block: int = 4
     libraspec_a: float | None = None
+    eagle2: Eagle2Tree = field(default_factory=Eagle2Tree)
 
 
 @dataclass(frozen=True)
@@ -81,9 +86,17 @@ def read_frequency(path: Path | None, target: TargetModel, core: int) -> Frequen
 
 
 def vocab_policy(
-    name: str, head: Head, target: TargetModel, config: PolicyConfig, frequency: Frequency | None
+    name: str,
+    head: Head,
+    target: TargetModel,
+    config: PolicyConfig,
+    frequency: Frequency | None,
+    like: VocabPolicy | None = None,
 ) -> tuple[VocabPolicy, dict[str, Any]]:
-    """The policy of that name, and its settings. Raises UserError for an unknown one."""
+    """The policy of that name, and its settings.   like: one of the same name and settings for another row of a batch: what can be
+    shared is. Raises UserError for an unknown one."""
+    if like is not None and not like.is_per_request:
+        return like, {}
     if name == "all":
         return AllTokens(head), {}
     if name == "nanospec":
@@ -94,7 +107,15 @@ def vocab_policy(
     assert frequency is not None
     if name == "frequency":
         return FrequencyList(head, frequency.ids, config.frequency_size), {"size": config.frequency_size}
-    policy = EvoSpecVocabulary(head, frequency.ids, target.head_weight, target.norm, config.evospec, frequency.pairs)
+    policy = EvoSpecVocabulary(
+        head,
+        frequency.ids,
+        target.head_weight,
+        target.norm,
+        config.evospec,
+        frequency.pairs,
+        None if like is None else like.semantic,
+    )
     return policy, asdict(config.evospec)
 
 
@@ -127,7 +148,7 @@ class Entry:
     """One contender: how to run it, what it is (for the results), what it costs, and the name of the one with the full head that
     its head is compared with; None = there is none."""
 
-    contender: Contender
+    side: Side
     what: dict[str, Any]
     costs: CostTable
     full_head: str | None = None
@@ -149,44 +170,53 @@ def make_entries(
     hashes: dict[str, str],
     vocab: Sequence[str],
     length: Sequence[str],
+    trees: Sequence[str],
     settings: PolicyConfig,
     temperature: float,
+    batch: int,
     measuring: CostConfig,
 ) -> dict[str, Entry]:
-    """Every contender at one temperature, named drafter/vocabulary/length.   hashes: of the drafters' weights.
+    """Every contender at one temperature and batch size: chains named drafter/vocabulary/length, trees drafter/vocabulary/eagle2
+    (as deep as they are set).   hashes: of the drafters' weights.   Costs are those of a batch of one.
 
     Raises:
-        UserError: an unknown policy, sizes that do not fit a head, no frequency list where one is needed, a draft longer than
-            those that are measured.
+        UserError: an unknown policy or tree, sizes that do not fit a head, no frequency list where one is needed, a draft longer
+            than those that are measured.
     """
+    _check(settings, trees)
+    frequency = None
+    if set(vocab) & set(NEEDS_FREQUENCY):
+        frequency = read_frequency(settings.frequency, target, settings.evospec.core)
+    entries = {}
+    for (place, drafter), name in itertools.product(drafters.items(), vocab):
+        policy, made_with = vocab_policy(name, drafter.lm_head, target, settings, frequency)
+        rows = [policy]
+        rows += [vocab_policy(name, drafter.lm_head, target, settings, frequency, policy)[0] for _ in range(1, batch)]
+        what = {"drafter": place, "hash": hashes[place], "head": drafter.config.head.kind}
+        what["vocab"] = {"policy": name, **made_with}
+        costs, acceptance = costs_of(target, Contender(drafter, None, policy), what, settings, temperature, measuring)
+        for stop in length if CHAIN in trees else ():
+            made = [length_policy(stop, settings, costs, acceptance, temperature) for _ in rows]
+            side = Side([Contender(drafter, lengths, own) for (lengths, _), own in zip(made, rows, strict=True)])
+            whole = {**what, "length": {"policy": stop, **made[0][1]}}
+            entries[f"{place}/{name}/{stop}"] = Entry(side, whole, costs, _full_head(drafters, place, stop))
+        if EAGLE2 in trees:
+            side = Side([Contender(drafter, None, own) for own in rows], settings.eagle2)
+            whole = {**what, "tree": {"shape": EAGLE2, **asdict(settings.eagle2)}}
+            entries[f"{place}/{name}/{EAGLE2}"] = Entry(side, whole, costs, _full_head(drafters, place, EAGLE2))
+    for entry in entries.values():
+        entry.full_head = entry.full_head if entry.full_head in entries else None
+    return entries
+
+
+def _check(settings: PolicyConfig, trees: Sequence[str]) -> None:
     if not 0 <= settings.drafted <= settings.most or settings.most < 1:
         raise UserError(
             f"policies.drafted, policies.most: got {settings.drafted} and {settings.most}, allowed: drafted from 0 to most, the "
             "longest draft whose costs are measured"
         )
-    frequency = None
-    if set(vocab) & set(NEEDS_FREQUENCY):
-        frequency = read_frequency(settings.frequency, target, settings.evospec.core)
-    entries = {}
-    for place, drafter in drafters.items():
-        head = {"drafter": place, "hash": hashes[place], "head": drafter.config.head.kind}
-        for vocab_name in vocab:
-            policy, vocab_settings = vocab_policy(vocab_name, drafter.lm_head, target, settings, frequency)
-            what = {**head, "vocab": {"policy": vocab_name, **vocab_settings}}
-            costs, acceptance = costs_of(
-                target, Contender(drafter, None, policy), what, settings, temperature, measuring
-            )
-            for length_name in length:
-                stop, stop_settings = length_policy(length_name, settings, costs, acceptance, temperature)
-                entries[f"{place}/{vocab_name}/{length_name}"] = Entry(
-                    Contender(drafter, stop, policy),
-                    {**what, "length": {"policy": length_name, **stop_settings}},
-                    costs,
-                    _full_head(drafters, place, length_name),
-                )
-    for entry in entries.values():
-        entry.full_head = entry.full_head if entry.full_head in entries else None
-    return entries
+    if unknown := set(trees) - {CHAIN, EAGLE2}:
+        raise UserError(f"trees: got {', '.join(sorted(unknown))}, allowed: {CHAIN}, {EAGLE2}")
 
 
 def costs_of(

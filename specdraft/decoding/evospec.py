@@ -58,6 +58,7 @@ class EvoSpecVocabulary:
             that must never be missing (end ids, specials) belongs to the front.
         target_rows: [V, H] the target's head.   norm: the target's final norm, [1, H] -> [1, H]: the query is a normed state.
         pairs: what goes with what, from `count_pairs`; None = no such evidence.
+        semantic: that of another one with the same head, ids and sizes, to share; None = a new one.
 
     Raises:
         UserError: too few usable ids for core and tail; faiss is not installed.
@@ -73,6 +74,7 @@ class EvoSpecVocabulary:
         norm: Callable[[Tensor], Tensor],
         config: EvoSpecConfig | None = None,
         pairs: Pairs | None = None,
+        semantic: SemanticIndex | None = None,
     ):
         self.config = config = config or EvoSpecConfig()
         self._rows = rows_by_target_id(head)
@@ -89,7 +91,7 @@ class EvoSpecVocabulary:
         self._index_of = torch.full_like(self._rows, -1)  # [V] -> place among the candidates
         self._index_of[self._candidates] = torch.arange(len(self._candidates))
         self._norm = norm
-        self._semantic = SemanticIndex(target_rows[self._candidates.to(target_rows.device)])
+        self.semantic = semantic or SemanticIndex(target_rows[self._candidates.to(target_rows.device)])
         self._pairs = pairs
         self._buffer = RowBuffer(head, config.core + config.tail)
         self._buffer.write(0, self._rows[self._core + self._first_tail].tolist())
@@ -148,7 +150,7 @@ class EvoSpecVocabulary:
         """[H] the target's last state -> [U] s(v)."""
         config = self.config
         semantic = torch.zeros(len(self._candidates))
-        places, cosines = self._semantic.search(self._norm(last[None])[0], SEMANTIC_TOP)
+        places, cosines = self.semantic.search(self._norm(last[None])[0], SEMANTIC_TOP)
         semantic[places] = cosines
         statistical = self._counts.log1p()
         if self._pairs is not None:

@@ -109,9 +109,11 @@ def times(own: Repeats, alone: Repeats) -> dict[str, Any]:
 
 
 def hindsight(own: Repeats, costs: CostTable) -> dict[str, Any]:
-    """See CostTable.hindsight; and best_fixed_length: the one length that pays most by (0.1) at the acceptances that were seen."""
+    """See CostTable.hindsight (chains only); and best_fixed_length: the one length that pays most by (0.1) at the acceptances
+    that were seen."""
     rounds = [(r.drafted, r.accepted) for trace in own[0] for r in trace.rounds]
-    if not rounds:
+    is_tree = any(r.depth < r.drafted for trace in own[0] for r in trace.rounds)
+    if not rounds or is_tree:
         return {}
     seen = [alpha for alpha in conditional_acceptance(own[0]) if not math.isnan(alpha)]
     return {

@@ -1,5 +1,6 @@
 """eval/lossless.py, eval/bench.py and benchmarks/decode.py as users run them, on a tiny pair."""
 
+import itertools
 import json
 import os
 import runpy
@@ -57,6 +58,7 @@ def test_a_lossless_pair_passes(workdir):
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["breaks"] == []
     sides = {f"{name}/fixed" for name in VOCAB_POLICIES} | {f"all/{name}" for name in LENGTH_POLICIES}
+    sides |= {f"{name}/eagle2" for name in VOCAB_POLICIES}
     for dtype in ("float32", "bfloat16"):
         assert set(result["results"][dtype]) == sides
     assert all(side["match_rate"] == 1 for side in result["results"]["float32"].values())
@@ -130,12 +132,13 @@ def test_the_benchmark(workdir):
     """Drafters x policies x tasks, the target alone always among them; then a second run, which goes on from the first, at one
     temperature more."""
     (workdir / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
-    flags = ("--drafters", "useful", "low", "--vocab", "all", "nanospec")
+    flags = ("--drafters", "useful", "low", "--vocab", "all", "nanospec", "--trees", "chain", "eagle2")
     done = bench(workdir, *flags)
     assert done.returncode == 0, done.stderr
     assert "3 requests of 2 prompts; 0 turns left out" in done.stdout
     lines = read_results(workdir)
-    names = ["target alone", *(f"{d}/{v}/fixed" for d in ("useful", "low") for v in ("all", "nanospec"))]
+    sides = itertools.product(("useful", "low"), ("all", "nanospec"), ("fixed", "eagle2"))
+    names = ["target alone", *map("/".join, sides)]
     cells = [(line["task"], line["name"]) for line in lines]
     assert sorted(cells) == sorted((task, name) for task in ("mt_bench", "qa", "all") for name in names)
     by_name = {line["name"]: line for line in lines if line["task"] == "all"}
@@ -160,21 +163,34 @@ def test_the_benchmark(workdir):
     assert len(read_results(workdir)) == len(lines)
 
 
-def test_the_benchmark_at_temperature_1(workdir):
+def test_the_benchmark_at_temperature_1_in_batches(workdir):
     (workdir / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
-    flags = ("--drafters", "low", "--length", "libraspec", "--temperatures", "1", "--tasks", "qa", "--output=sampled")
+    flags = (
+        "--drafters",
+        "low",
+        "--length",
+        "libraspec",
+        "--temperatures",
+        "1",
+        "--batches",
+        "2",
+        "--tasks",
+        "mt_bench",
+        "--output=sampled",
+    )
     done = bench(workdir, *flags)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (workdir / "sampled" / "results.jsonl").read_text().splitlines()]
     assert [line["name"] for line in lines] == ["target alone", "low/all/libraspec"]
     assert lines[1]["length"]["retreats"] is False
+    assert lines[1]["batch"] == 2
     assert "match_rate" not in lines[1]
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "error: drafters, repeats: got 0 drafters"),
+        ([], "error: drafters, repeats, batches: got 0, 2, (1,)"),
         (
             ["--drafters", "useful", "--vocab", "few", "--prompts=prompts.jsonl"],
             "vocab: got 'few', allowed: all, frequency",

@@ -19,9 +19,10 @@ from specdraft.decoding.generate import autoregressive_generate
 from specdraft.decoding.length_policies import LENGTH_POLICIES, Fixed
 from specdraft.decoding.measure import TARGET_ALONE, Contender
 from specdraft.decoding.trace import tau
-from specdraft.decoding.vocab_policies import VOCAB_POLICIES
+from specdraft.decoding.vocab_policies import VOCAB_POLICIES, NanoSpec
 from specdraft.models.heads import HeadConfig
 from specdraft.models.initialise import DrafterConfig, new_drafter
+from specdraft.models.tree import Eagle2Tree
 from specdraft.provenance import machine
 from specdraft.testing import tiny_target
 
@@ -31,6 +32,10 @@ REQUESTS = [bench.Request(f"q{i}#1", "task", [i, 3, 1]) for i in range(5)]
 @pytest.fixture(scope="module")
 def target():
     return tiny_target()
+
+
+def side(drafts_like, tokens):
+    return bench.Side([Contender(ScriptedDrafter(drafts_like.logits), Fixed(tokens))])
 
 
 def test_every_turn_of_a_conversation_is_a_request(target, tmp_path):
@@ -72,12 +77,12 @@ def test_turns_that_do_not_fit_are_left_out_and_counted(target, tmp_path):
 def test_a_repeat_holds_the_target_alone_and_turns(monkeypatch):
     target = ScriptedTarget(8)
     order = []
-    sides = {name: Contender(ScriptedDrafter(target.logits), Fixed(k)) for name, k in (("two", 2), ("four", 4))}
+    sides = {name: side(target, k) for name, k in (("two", 2), ("four", 4))}
     decode = bench._decode
 
-    def noted(target, contender, request, number, how):
-        order.append(next((name for name, side in sides.items() if side is contender), "alone"))
-        return decode(target, contender, request, number, how)
+    def noted(target, one, batch, first, how):
+        order.append(next((name for name, own in sides.items() if own is one), "alone"))
+        return decode(target, one, batch, first, how)
 
     monkeypatch.setattr(bench, "_decode", noted)
     repeat = json.loads(json.dumps(bench.run_repeat(target, sides, REQUESTS, bench.Decoding(16), turn=1)))
@@ -91,7 +96,7 @@ def test_a_repeat_holds_the_target_alone_and_turns(monkeypatch):
 
 def test_repeats_of_sampled_cells_are_the_same_computation():
     target = ScriptedTarget(8)
-    sides = {"two": Contender(ScriptedDrafter(ScriptedTarget(8, seed=3).logits), Fixed(2))}
+    sides = {"two": side(ScriptedTarget(8, seed=3), 2)}
     how = bench.Decoding(12, temperature=1.0, seed=5)
     one, two = (bench.run_repeat(target, sides, REQUESTS, how, turn) for turn in (0, 1))
     assert one["divergences"] == {}
@@ -116,7 +121,7 @@ COSTS = CostTable([0.0, 0.1, 0.2, 0.3, 0.4], [1.0] * 5, [0.0] * 5, 1.0, "scripte
 
 def test_a_cell_has_every_number_of_papers_10():
     target = ScriptedTarget(8)
-    sides = {"two": Contender(ScriptedDrafter(target.logits), Fixed(2))}
+    sides = {"two": side(target, 2)}
     repeats = [bench.run_repeat(target, sides, REQUESTS, bench.Decoding(16), turn) for turn in range(2)]
     found = json.loads(json.dumps(bench.cell_numbers(repeats, "two", COSTS, "two"), allow_nan=False))
     for name in (
@@ -144,7 +149,7 @@ def test_a_cell_has_every_number_of_papers_10():
 
 def test_cells_are_pooled_request_by_request():
     target = ScriptedTarget(8)
-    sides = {"two": Contender(ScriptedDrafter(target.logits), Fixed(2))}
+    sides = {"two": side(target, 2)}
     cells = [
         [bench.run_repeat(target, sides, part, bench.Decoding(16)) for _ in range(2)]
         for part in (REQUESTS[:2], REQUESTS[2:])
@@ -183,12 +188,21 @@ def test_every_policy_can_be_had_by_name(target, tmp_path, monkeypatch):
             {"full": "1", "cut": "2"},
             tuple(VOCAB_POLICIES),
             tuple(LENGTH_POLICIES),
+            ("chain", "eagle2"),
             settings,
             temperature,
+            3,
             CostConfig(tmp_path / "costs", [[1, 2, 3]]),
         )
-        assert len(entries) == 2 * len(VOCAB_POLICIES) * len(LENGTH_POLICIES)
-        assert all(temperature == 0 or not entry.contender.length_policy.bias for entry in entries.values())
+        assert len(entries) == 2 * len(VOCAB_POLICIES) * (len(LENGTH_POLICIES) + 1)
+        for entry in entries.values():
+            assert len(entry.side.rows) == 3
+            policies = [row.vocab_policy for row in entry.side.rows]
+            assert len(set(map(id, policies))) == (3 if policies[0].is_per_request else 1)
+            lengths = [row.length_policy for row in entry.side.rows]
+            assert len(set(map(id, lengths))) == 3 or entry.side.tree is not None
+            assert temperature == 0 or not any(length and length.bias for length in lengths)
+        assert entries["full/nanospec/eagle2"].full_head == "full/all/eagle2"
         assert entries["cut/nanospec/svip"].full_head == "full/all/svip"
         assert entries["full/nanospec/svip"].full_head == "full/all/svip"
         json.dumps([entry.what for entry in entries.values()])
@@ -213,7 +227,16 @@ def test_without_a_full_head_nothing_is_compared_with_one(target, tmp_path, monk
     monkeypatch.setattr(contenders, "measure_costs", lambda *args, **options: (COSTS, [0.5]))
     measuring = CostConfig(tmp_path, [[1, 2, 3]])
     entries = make_entries(
-        target, {"low": drafter_of(target, "lowrank")}, {"low": "1"}, ["all"], ["fixed"], PolicyConfig(), 0.0, measuring
+        target,
+        {"low": drafter_of(target, "lowrank")},
+        {"low": "1"},
+        ["all"],
+        ["fixed"],
+        ["chain"],
+        PolicyConfig(),
+        0.0,
+        1,
+        measuring,
     )
     assert [entry.full_head for entry in entries.values()] == [None]
 
@@ -232,14 +255,15 @@ def test_the_frequency_order_starts_with_what_must_never_be_missing(target, tmp_
 
 
 @pytest.mark.parametrize(
-    ("vocab", "length", "message"),
+    ("vocab", "length", "tree", "message"),
     [
-        ("some", "fixed", "vocab: got 'some', allowed: all, frequency, nanospec, evospec"),
-        ("all", "some", "length: got 'some', allowed: fixed"),
-        ("frequency", "fixed", "policies.frequency: got none, needed by"),
+        ("all", "fixed", "some", "trees: got some, allowed: chain, eagle2"),
+        ("some", "fixed", "chain", "vocab: got 'some', allowed: all, frequency, nanospec, evospec"),
+        ("all", "some", "chain", "length: got 'some', allowed: fixed"),
+        ("frequency", "fixed", "chain", "policies.frequency: got none, needed by"),
     ],
 )
-def test_bad_names_get_one_clear_line(target, tmp_path, monkeypatch, vocab, length, message):
+def test_bad_names_get_one_clear_line(target, tmp_path, monkeypatch, vocab, length, tree, message):
     monkeypatch.setattr(contenders, "measure_costs", lambda *args, **options: (COSTS, [0.5]))
     with pytest.raises(UserError, match=message):
         make_entries(
@@ -248,8 +272,10 @@ def test_bad_names_get_one_clear_line(target, tmp_path, monkeypatch, vocab, leng
             {"a": "1"},
             [vocab],
             [length],
+            [tree],
             PolicyConfig(),
             0.0,
+            1,
             CostConfig(tmp_path, [[1, 2]]),
         )
 
@@ -257,4 +283,28 @@ def test_bad_names_get_one_clear_line(target, tmp_path, monkeypatch, vocab, leng
 def test_drafts_longer_than_those_measured_are_refused_before_anything_runs(target, tmp_path):
     measuring = CostConfig(tmp_path, [[1, 2]])
     with pytest.raises(UserError, match=r"policies.drafted, policies.most: got 9 and 8"):
-        make_entries(target, {}, {}, ["all"], ["fixed"], PolicyConfig(drafted=9), 0.0, measuring)
+        make_entries(target, {}, {}, ["all"], ["fixed"], ["chain"], PolicyConfig(drafted=9), 0.0, 1, measuring)
+
+
+@pytest.mark.parametrize("batch", [2, 5])
+@pytest.mark.parametrize("tree", [None, Eagle2Tree(6, 2, 2)])
+def test_a_batch_gives_what_its_requests_give_alone(target, batch, tree):
+    """Ragged prompts, the last batch smaller; every row has its own live set. Times of a batch are shared out."""
+    requests = [bench.Request(f"q{i}", "task", list(range(40, 44 + i))) for i in range(5)]
+    drafter = drafter_of(target, "full")
+    repeats = {}
+    for size in (1, batch):
+        rows = [
+            Contender(drafter, None if tree else Fixed(2), NanoSpec(drafter.lm_head, 40, "ring")) for _ in range(size)
+        ]
+        repeats[size] = bench.run_repeat(
+            target, {"a": bench.Side(rows, tree)}, requests, bench.Decoding(10, batch=size)
+        )
+    assert repeats[1]["outputs"]["a"] != repeats[batch]["outputs"]["a"]  # times differ
+    for name in ("a", TARGET_ALONE):
+        own, together = ([row["tokens"] for row in repeats[size]["outputs"][name]] for size in (1, batch))
+        assert own == together
+        assert len(own) == 5
+    found = bench.cell_numbers([repeats[batch]], "a", COSTS, None)
+    assert ("hindsight_length" in found) == (tree is None)
+    assert found["tau"] == pytest.approx(found["tau_identity"])

@@ -99,7 +99,7 @@ def test_scores_are_those_of_the_specification():
         for v in range(20, VOCAB)
     ]
     # fewer candidates than the semantic top: every one has its cosine
-    policy._semantic._index.nprobe = 1000
+    policy.semantic._index.nprobe = 1000
     z_semantic, z_statistical = standardise(cosine[20:]), standardise(torch.tensor(statistical))
     expected = 0.3 * z_semantic + 0.7 * z_statistical + 0.7 * torch.tensor([misses[v] for v in range(20, VOCAB)])
     torch.testing.assert_close(policy.scores(state), expected, atol=1e-4, rtol=1e-4)
