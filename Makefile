@@ -1,7 +1,7 @@
 # make train   answers -> training -> measured speedup, in half an hour on two cores; ends in one accelerate command
 # make test    lint, then the whole suite
 # make test-speculators   the unroll and the losses against speculators, live, in a venv of its own
-# make test-deepspeed     ZeRO on two processes against one, in a venv of its own
+# make test-deepspeed     ZeRO-2 and ZeRO-3 on two processes against one, in a venv of its own
 # make test-engines      a drafter exported, loaded by speculators and served by vLLM on the CPU, in venvs of their own
 # make gpu     GPU tests, kernels against their references, and benchmarks on real shapes (needs a CUDA device)
 # Everything installs what it needs into .venv on first use.

@@ -229,6 +229,8 @@ class Trainer:
                 tracker.finish()
         if isinstance(self.model, FSDPModule):
             self.model.reshard()  # then its hooks have nothing to do any more
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            self.model.destroy()  # takes its hooks off
         set_weights(self.drafter, checkpoint.best_weights(self.output), self.accelerator.device)
         return TrainResult(self.step, self.epochs, self.tokens, self.clock.elapsed(), self.best, stopped_by)
 

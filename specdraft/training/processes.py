@@ -16,6 +16,7 @@ from types import FrameType, TracebackType
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from specdraft.config import UserError
 
@@ -55,6 +56,9 @@ def make_accelerator(mixed_precision: str, processes: int | None, tracker: str, 
         project_dir=str(output),
         kwargs_handlers=handlers,
     )
+    # Under ZeRO-3 accelerate has told transformers to shard every model that it loads; a target stays whole.
+    if deepspeed:
+        unset_hf_deepspeed_config()
     check_processes(accelerator, processes)
     return accelerator
 

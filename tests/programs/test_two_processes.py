@@ -79,16 +79,19 @@ def test_killed_process_resumes_exactly(one_process, tmp_path):
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_zero2_is_one_process(one_process, tmp_path, precision):
-    """launch/zero2.yaml: DeepSpeed's own division, clipping and precision do what ours do; killed and resumed on the way."""
-    config = (LAUNCH / "zero2.yaml").read_text().replace("num_processes: 8", "num_processes: 2")
-    (tmp_path / "zero2.yaml").write_text(config)
-    command = [*ACCELERATE, "--config_file", str(tmp_path / "zero2.yaml"), PROGRAM, "--output", str(tmp_path / "run")]
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_zero_is_one_process(one_process, tmp_path, stage, precision):
+    """launch/zero2.yaml and zero3.yaml: DeepSpeed's own division, clipping and precision do what ours do; killed and resumed on
+    the way; and the drafter is whole and free of DeepSpeed afterwards, as tiny_training checks."""
+    config = (LAUNCH / f"{stage}.yaml").read_text().replace("num_processes: 8", "num_processes: 2")
+    (tmp_path / "zero.yaml").write_text(config)
+    command = [*ACCELERATE, "--config_file", str(tmp_path / "zero.yaml"), PROGRAM, "--output", str(tmp_path / "run")]
     command += ["--train.processes", "2", "--train.mixed-precision", precision]
     assert run(*command, "--kill", "SIGKILL", "--kill-at", "5").returncode != 0
     done = run(*command)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("going on from") == 1
+    assert done.stdout.count("usable") == 2
     for record, expected in zip(records(tmp_path / "run"), records(one_process), strict=True):
         for key in {"loss", "grad_norm", "eval_alpha"} & record.keys():
             assert record[key] == pytest.approx(expected[key], rel=1e-5 if precision == "no" else 2e-2)

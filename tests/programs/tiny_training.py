@@ -18,6 +18,7 @@ from accelerate.utils import DistributedType
 from specdraft.config import run_program
 from specdraft.data.chat import Example
 from specdraft.data.source import Online
+from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.heads import HeadConfig
 from specdraft.models.initialise import DrafterConfig, new_drafter
 from specdraft.testing import TINY_VOCAB, tiny_target
@@ -90,8 +91,21 @@ def main(config: Config) -> None:
     accelerator = make_accelerator(train.mixed_precision, train.processes, train.tracker, config.output)
     if accelerator.distributed_type != DistributedType.DEEPSPEED:  # whose own warnings are many
         warnings.simplefilter("error")
-    make_trainer(config, accelerator).run()
+    trainer = make_trainer(config, accelerator)
+    trainer.run()
+    use(trainer.drafter)
     accelerator.end_training()
+
+
+def use(drafter: Eagle3Drafter) -> None:
+    """As the recipes do after training: whole plain parameters on every process, no hooks of a parallel scheme."""
+    assert all(type(tensor) is torch.Tensor for tensor in drafter.state_dict().values())
+    drafter.to(torch.bfloat16).eval()
+    taps, ids = torch.zeros(1, 4, drafter.fc.in_features, dtype=torch.bfloat16), torch.ones(1, 4, dtype=torch.int64)
+    with torch.no_grad():
+        logits = drafter.lm_head.logits(drafter.unroll(taps, ids, ids[:, :1], 2))
+    assert logits.isfinite().all()
+    print(f"{len(drafter.state_dict())} parameters, usable")
 
 
 if __name__ == "__main__":
