@@ -63,7 +63,8 @@ def load_drafter(
     """Read a checkpoint folder for use with `target`, in the target's dtype and on its device unless told otherwise.
 
     Raises:
-        UserError: not a drafter folder; a drafter of another target, or of other layers of it; a corrupt or incomplete checkpoint; a bad vocabulary map.
+        UserError: not a drafter folder; a drafter of another target, or of other layers of it; a corrupt or incomplete
+            checkpoint; a bad vocabulary map.
     """
     folder = Path(folder)
     config = read_config(folder)
