@@ -211,7 +211,10 @@ class Row:
         """logits [n, V] after the last committed token and after every drafted one; best: their argmax, given at T = 0."""
         if best is not None:
             return verify_greedy(best, tokens, proposal.parents)
-        law_of = lambda i: self.sampling.law(logits[i])  # noqa: E731
+
+        def law_of(place: int) -> Tensor:
+            return self.sampling.law(logits[place])
+
         return verify(law_of, tokens, proposal.parents, proposal.q, proposal.ids, self.generator)
 
 
@@ -229,14 +232,8 @@ class Batch:
         shape: Shape,
         now: Callable[[], float],
     ):
-        self.target, self.drafter, self.rows, self.sampling, self.shape, self.now = (
-            target,
-            drafter,
-            list(rows),
-            sampling,
-            shape,
-            now,
-        )
+        self.target, self.drafter, self.shape = target, drafter, shape
+        self.rows, self.sampling, self.now = list(rows), sampling, now
 
     @torch.inference_mode()
     def decode(self) -> None:
