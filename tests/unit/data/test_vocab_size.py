@@ -98,7 +98,6 @@ def test_exhaustive_search_is_the_best_of_all(exponent, minimum):
 @pytest.mark.parametrize("minimum", [0.0, 0.97])
 def test_tpe_reaches_the_oracle(seed, minimum):
     """As the paper searches: Optuna's TPESampler, integer k in 50..50,000, 100 trials. Within 1e-3 of exhaustive search's utility."""
-    pytest.importorskip("optuna")
     curve = coverage_curve(zipf(1.3), admission_order(zipf(1.3)))
     value = utility(curve, latency_reduction(**LLAMA, vocab_size=V), 0.5)
     found = {

@@ -149,7 +149,6 @@ def test_frontier_has_every_head_on_the_same_axes(target, curves, tmp_path):
 @pytest.mark.parametrize("measured", [True, False])
 @pytest.mark.parametrize("ending", ["svg", "png"])
 def test_plot(curves, tmp_path, measured, ending):
-    pytest.importorskip("matplotlib")
     curves = curves if measured else replace(curves, times=None, mass=None)
     points = frontier(curves, 32, SizeConfig(acceptance=ALPHA), {"utility": 100})
     assert plot(tmp_path / f"f.{ending}", points, curves, SizeConfig())

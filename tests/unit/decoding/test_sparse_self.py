@@ -437,7 +437,6 @@ def test_other_decodes_on_the_same_target_are_left_alone():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("budget", [0.3, 1.0])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_on_a_gpu(family, budget):

@@ -268,7 +268,6 @@ def test_a_row_buffer_refuses_gaps_and_overflow(start, count):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("capacity", [8, 3072])
 def test_the_asynchronous_gather_gives_what_the_synchronous_one_does(kind, capacity):
