@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
-from specdraft.config import config_to_dict, run_program
+from specdraft.config import UserError, config_to_dict, run_program
 from specdraft.data.vocab import VocabMap, require_tokens
+from specdraft.export.folder import require_replaceable
 from specdraft.models.checkpoint import load_drafter, read_config, save_drafter
 from specdraft.models.initialise import trimmed_copy
 from specdraft.models.target import TargetModel
@@ -28,6 +29,9 @@ class TrimConfig:
 
 
 def main(config: TrimConfig) -> None:
+    if config.output.absolute() == config.drafter.absolute():
+        raise UserError(f"output: got the drafter's own folder {config.output}; give another")
+    require_replaceable(config.output)
     vocab = VocabMap.load(config.vocab)
     dtype = getattr(torch, read_config(config.drafter)["dtype"])
     target = TargetModel.load(config.target)

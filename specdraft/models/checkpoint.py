@@ -22,6 +22,7 @@ from specdraft.models.target import TargetModel
 from specdraft.provenance import atomic_path, provenance, write_json
 
 FORMAT = "specdraft-eagle3-1"
+NEEDED, NEEDED_OF_TARGET = {"drafter", "target", "vocab_hash", "dtype"}, {"name", "hash", "vocab_size"}
 
 
 def save_drafter(
@@ -111,6 +112,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     if kind != FORMAT:
         raise UserError(
             f"drafter {folder}: config.json has format {kind!r}, allowed: {FORMAT!r}; give a folder that a recipe wrote"
+        )
+    made_for = config.get("target")
+    missing = sorted(
+        NEEDED - config.keys() | (NEEDED_OF_TARGET - (made_for.keys() if isinstance(made_for, dict) else set()))
+    )
+    if missing:
+        raise UserError(
+            f"drafter {folder}: config.json has no {missing[0]}; the checkpoint is corrupt, restore or retrain it"
         )
     return config
 
