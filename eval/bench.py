@@ -23,7 +23,7 @@ from specdraft.config import UserError, config_to_dict, run_program
 from specdraft.data.chat import render_prompt
 from specdraft.data.tasks import Prompt, builtin_prompts, read_prompts, split_held_out
 from specdraft.decoding import bench
-from specdraft.decoding.contenders import CostConfig, Entry, PolicyConfig, make_entries
+from specdraft.decoding.contenders import CostConfig, Entry, PolicyConfig, check_names, make_entries
 from specdraft.decoding.measure import BUSY, TARGET_ALONE
 from specdraft.models.checkpoint import load_drafter, read_config
 from specdraft.models.target import TargetModel
@@ -83,6 +83,7 @@ def main(config: BenchConfig) -> None:
         raise UserError(
             f"drafters, repeats, batches: got {len(config.drafters)}, {config.repeats}, {config.batches}, allowed: 1 or more of each"
         )
+    check_names(config.policies, config.vocab, config.length, config.trees)
     for folder in config.drafters:
         read_config(folder)
     run = prepare(config, choose_prompts(config))

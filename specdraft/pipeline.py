@@ -108,6 +108,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         for key in ("max_prompts", "max_length", "threads"):
             _require_positive(key, getattr(self, key))
+        if not self.target:
+            raise UserError("target: got an empty name, allowed: default, a model folder, a GGUF file or a Hub id")
         if not 0 <= self.cache_gb < math.inf:
             raise UserError(f"cache_gb: got {self.cache_gb}, allowed: 0 (no cache) or more")
         if Path(self.name).name != self.name or self.name in ("", "..", "answers"):
@@ -229,9 +231,11 @@ def answer(
     mine = missing[accelerator.process_index :: accelerator.num_processes]
     if mine:
         keep, held = states.remember if states.cache_bytes else None, states.used_bytes
-        answer_prompts(target, mine, folder / f"part-{accelerator.process_index:05}.jsonl", config.answers, keep)
-        if states.used_bytes > held:
-            states.save(kept)
+        try:
+            answer_prompts(target, mine, folder / f"part-{accelerator.process_index:05}.jsonl", config.answers, keep)
+        finally:  # also when interrupted: the answers so far are on disk, and their states belong to them
+            if states.used_bytes > held:
+                states.save(kept)
     accelerator.wait_for_everyone()
     return read_parts(target, folder, prompts) if missing else known
 

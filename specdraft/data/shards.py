@@ -37,12 +37,20 @@ TIMED_TOKENS = 1024  # run before the work on a CPU, for the estimate
 
 @dataclass
 class ShardConfig:
-    """shard_mb: size of a file in 1e6 bytes (in memory up to three times while it is written).   tokens_per_batch: tokens,
-    padding included, that run together on a GPU.   max_bad: share (0..1) of the examples whose states may be NaN or infinite."""
+    """shard_mb: size of a file in 1e6 bytes (in memory up to three times while it is written); 0 = a file for each example.
+    tokens_per_batch: tokens, padding included, that run together on a GPU.
+    max_bad: share (0..1) of the examples whose states may be NaN or infinite."""
 
     shard_mb: int = 500
     tokens_per_batch: int = 8192
     max_bad: float = 0.01
+
+    def __post_init__(self) -> None:
+        for key, least in (("shard_mb", 0), ("tokens_per_batch", 1)):
+            if getattr(self, key) < least:
+                raise UserError(f"shards.{key}: got {getattr(self, key)}, allowed: {least} or more")
+        if not 0 <= self.max_bad <= 1:
+            raise UserError(f"shards.max_bad: got {self.max_bad}, allowed: a share from 0 to 1")
 
 
 @dataclass(frozen=True)

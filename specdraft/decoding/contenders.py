@@ -94,7 +94,7 @@ def vocab_policy(
     like: VocabPolicy | None = None,
 ) -> tuple[VocabPolicy, dict[str, Any]]:
     """The policy of that name, and its settings.   like: one of the same name and settings for another row of a batch: what can be
-    shared is. Raises UserError for an unknown one."""
+    shared is."""
     if like is not None and not like.is_per_request:
         return like, {}
     if name == "all":
@@ -102,8 +102,6 @@ def vocab_policy(
     if name == "nanospec":
         settings = {"capacity": config.nanospec_capacity, "kind": config.nanospec_kind}
         return NanoSpec(head, **settings), settings
-    if name not in VOCAB_POLICIES:
-        raise UserError(f"vocab: got {name!r}, allowed: {', '.join(VOCAB_POLICIES)}")
     assert frequency is not None
     if name == "frequency":
         return FrequencyList(head, frequency.ids, config.frequency_size), {"size": config.frequency_size}
@@ -122,9 +120,7 @@ def vocab_policy(
 def length_policy(
     name: str, config: PolicyConfig, costs: CostTable, acceptance: Sequence[float], temperature: float
 ) -> tuple[LengthPolicy, dict[str, Any]]:
-    """The policy of that name, and its settings. Raises UserError for an unknown one."""
-    if name not in LENGTH_POLICIES:
-        raise UserError(f"length: got {name!r}, allowed: {', '.join(LENGTH_POLICIES)}")
+    """The policy of that name, and its settings."""
     most = {"most": config.most}
     if name == "libraspec":
         a = balance_from_costs(costs, config.libraspec_block) if config.libraspec_a is None else config.libraspec_a
@@ -183,7 +179,7 @@ def make_entries(
         UserError: an unknown policy or tree, sizes that do not fit a head, no frequency list where one is needed, a draft longer
             than those that are measured.
     """
-    _check(settings, trees)
+    check_names(settings, vocab, length, trees)
     frequency = None
     if set(vocab) & set(NEEDS_FREQUENCY):
         frequency = read_frequency(settings.frequency, target, settings.evospec.core)
@@ -209,14 +205,21 @@ def make_entries(
     return entries
 
 
-def _check(settings: PolicyConfig, trees: Sequence[str]) -> None:
+def check_names(settings: PolicyConfig, vocab: Sequence[str], length: Sequence[str], trees: Sequence[str]) -> None:
+    """Raises UserError for an unknown policy or tree, and for a draft longer than those that are measured: all that can be said
+    before a target is there."""
     if not 0 <= settings.drafted <= settings.most or settings.most < 1:
         raise UserError(
             f"policies.drafted, policies.most: got {settings.drafted} and {settings.most}, allowed: drafted from 0 to most, the "
             "longest draft whose costs are measured"
         )
-    if unknown := set(trees) - {CHAIN, EAGLE2}:
-        raise UserError(f"trees: got {', '.join(sorted(unknown))}, allowed: {CHAIN}, {EAGLE2}")
+    for what, names, allowed in (
+        ("vocab", vocab, VOCAB_POLICIES),
+        ("length", length, LENGTH_POLICIES),
+        ("trees", trees, (CHAIN, EAGLE2)),
+    ):
+        if unknown := [name for name in names if name not in allowed]:
+            raise UserError(f"{what}: got {unknown[0]!r}, allowed: {', '.join(allowed)}")
 
 
 def costs_of(

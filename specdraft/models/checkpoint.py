@@ -141,4 +141,9 @@ def _load_exactly(drafter: Eagle3Drafter, weights: dict[str, torch.Tensor], fold
             f"drafter {folder}: {len(names)} tensors do not fit, the first: {first} is {found.get(first, 'missing')}, "
             f"expected {wanted.get(first, 'nothing of that name')}; the checkpoint is corrupt or from another version"
         )
+    bad = [name for name, tensor in weights.items() if not tensor.isfinite().all()]
+    if bad:
+        raise UserError(
+            f"drafter {folder}: {bad[0]} has NaN or infinite weights; the checkpoint is corrupt, restore or retrain it"
+        )
     drafter.load_state_dict(weights)

@@ -16,6 +16,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -57,8 +58,8 @@ def load_state(folder: Path, accelerator: Accelerator) -> None:
     accelerator.wait_for_everyone()
     try:
         accelerator.load_state(str(folder))
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:200]
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(
             f"{folder}: cannot be resumed from ({reason}); delete this folder, or give another output folder"
         ) from error

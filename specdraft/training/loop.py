@@ -379,6 +379,8 @@ class Trainer:
         self.step, self.tokens, self.epochs = state["step"], state["tokens"], state["epochs"]
         self.evaluated_at, self.saved_at = state["evaluated_at"], state["step"]
         self.best = checkpoint.best_state(self.output)
+        if self.best is None:  # its file was lost: evaluate again
+            self.evaluated_at = -1
         self.clock.before, self.clock.first_guess, self.clock.evaluation_seconds = state["seconds"]
         self.accelerator.print(f"going on from {folder}, step {self.step}")
 

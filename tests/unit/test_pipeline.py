@@ -17,6 +17,7 @@ def test_measuring_that_cannot_work_is_refused_before_training(setting):
 @pytest.mark.parametrize(
     ("setting", "value"),
     [("max_prompts", 0), ("max_length", -5), ("threads", -1), ("cache_gb", -1.0), ("cache_gb", math.nan)]
+    + [("target", "")]
     + [("name", name) for name in ("", "..", "a/b", "answers")],
 )
 def test_a_run_that_cannot_work_is_refused(setting, value):

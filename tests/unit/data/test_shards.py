@@ -210,3 +210,9 @@ def test_bad_data_is_refused_before_anything_is_written(tmp_path, target, exampl
     with pytest.raises(UserError, match="got 0 examples"):
         extract(target, [], tmp_path, MAX_LENGTH, SMALL)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("setting", "value"), [("shard_mb", -1), ("tokens_per_batch", 0), ("max_bad", 1.5)])
+def test_settings_that_cannot_work_are_refused(setting, value):
+    with pytest.raises(UserError, match=f"shards.{setting}: got "):
+        ShardConfig(**{setting: value})

@@ -257,7 +257,7 @@ def test_the_frequency_order_starts_with_what_must_never_be_missing(target, tmp_
 @pytest.mark.parametrize(
     ("vocab", "length", "tree", "message"),
     [
-        ("all", "fixed", "some", "trees: got some, allowed: chain, eagle2"),
+        ("all", "fixed", "some", "trees: got 'some', allowed: chain, eagle2"),
         ("some", "fixed", "chain", "vocab: got 'some', allowed: all, frequency, nanospec, evospec"),
         ("all", "some", "chain", "length: got 'some', allowed: fixed"),
         ("frequency", "fixed", "chain", "policies.frequency: got none, needed by"),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from specdraft.config import UserError
 from specdraft.data.vocab import VocabMap
 from specdraft.decoding.sampling import Sampling, greedy
 from specdraft.models.checkpoint import load_drafter, save_drafter
@@ -210,6 +211,14 @@ def test_checkpoint_round_trip(target, tmp_path, head):
         "model.safetensors",
         "provenance.json",
     ]
+
+
+def test_a_checkpoint_with_nan_is_refused(target, tmp_path):
+    drafter = make_drafter(target)
+    drafter.fc.weight.data[0, 0] = float("nan")
+    save_drafter(tmp_path / "d", drafter, target, "# card", {}, torch.float32)
+    with pytest.raises(UserError, match=r"fc\.weight has NaN or infinite weights"):
+        load_drafter(tmp_path / "d", target)
 
 
 def test_the_low_rank_head_starts_at_the_best_factors(target):

@@ -298,6 +298,22 @@ def test_resume_of_another_run_is_refused(finished, accelerator, change, says):
         run(accelerator, finished, replace(small_run(), **change))
 
 
+def test_a_finished_run_that_lost_its_best_weights_evaluates_again(finished, accelerator, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "run" / "best.safetensors").write_bytes(b"not a checkpoint")
+    _, again = run(accelerator, tmp_path / "run", small_run())
+    assert again.best["tau"] >= 1
+    assert (tmp_path / "run" / "best.safetensors").stat().st_size > 1000
+
+
+def test_a_damaged_training_state_is_one_line(finished, accelerator, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    path = tmp_path / "run" / FINAL / "model.safetensors"
+    path.write_bytes(bytes(path.stat().st_size))  # a file of another size is not taken for complete
+    with pytest.raises(UserError, match="cannot be resumed from"):
+        run(accelerator, tmp_path / "run", small_run())
+
+
 def test_resume_with_another_map_is_refused(finished, accelerator):
     """Fault 18."""
 
