@@ -68,7 +68,8 @@ PROVENANCE = {
     "machine": {"processor": "Abacus 3000", "cores": 2, "threads": 2, "gpus": []},
 }
 SUMMARY = {
-    **dict.fromkeys(("speedup", "speedup_low", "speedup_high", "tau", "mean_drafted"), 1.5),
+    "draft": "chain of 2",
+    **dict.fromkeys(("speedup", "speedup_low", "speedup_high", "tau"), 1.5),
     **dict.fromkeys(
         ("tokens_per_second", "target_tokens_per_second", "draft_ms", "head_ms", "verify_ms", "sample_ms", "target_ms"),
         10.0,
