@@ -69,6 +69,11 @@ def provenance() -> dict[str, Any]:
     }
 
 
+def has_bf16_products(device: str | torch.device) -> bool:
+    """Whether matrix products in bf16 pay there: on a processor without instructions for them they take many times as long."""
+    return torch.device(device).type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def machine() -> dict[str, Any]:
     """The hardware that a time was measured on. `memory_gb` is in units of 1e9 bytes."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

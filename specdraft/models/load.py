@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from specdraft.config import UserError
+from specdraft.provenance import has_bf16_products
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 NEEDED_IN_CONFIG = ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
@@ -72,12 +73,8 @@ def _require_device(device: str) -> None:
 
 
 def supported_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
-    """bf16 becomes fp32 on a processor whose matrix products have no bf16, where it would be many times slower."""
-    if (
-        dtype == torch.bfloat16
-        and torch.device(device).type == "cpu"
-        and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    ):
+    """bf16 becomes fp32 on a processor that has no products in bf16."""
+    if dtype == torch.bfloat16 and not has_bf16_products(device):
         logging.getLogger(__name__).warning("this processor has no bf16 products: the target runs in fp32")
         return torch.float32
     return dtype

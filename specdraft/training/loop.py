@@ -54,7 +54,8 @@ class TrainConfig:
     max_minutes: budget with evaluations and interruptions' first parts counted; the schedule then follows the share used.
     tokens_per_batch: of one micro-batch of one process, padding included; accumulation: micro-batches of a process in a step.
     eval_every, save_every: steps between (0 = only at the end). keep: training states kept on disk, beside the best weights.
-    processes: how many must take part; None = as many as were launched. resume: go on where the output folder's run stopped."""
+    mixed_precision: `bf16` is `no` on a processor without products in bf16. processes: how many must take part; None = as
+    many as were launched. resume: go on where the output folder's run stopped."""
 
     epochs: int | None = 10
     max_steps: int | None = None

@@ -19,6 +19,7 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType, Ini
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from specdraft.config import UserError
+from specdraft.provenance import has_bf16_products
 
 # How long a collective may wait: one process measures the speedup, or answers its share longer than the others, while they
 # wait at a barrier. torch's own limit of 10 minutes (NCCL) would end such a run after all the training.
@@ -47,6 +48,8 @@ def make_accelerator(mixed_precision: str, processes: int | None, tracker: str, 
         else InitProcessGroupKwargs(timeout=WAIT)
     )
     handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True), group]
+    if no_device and not has_bf16_products("cpu"):
+        mixed_precision = "no"
     accelerator = Accelerator(
         cpu=no_device and not deepspeed,
         mixed_precision="no"

@@ -46,6 +46,7 @@ def test_processes_wait_while_one_measures(monkeypatch, tmp_path):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     launched = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    launched["OMP_NUM_THREADS"] = "1"  # as every launcher sets it
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
@@ -68,3 +69,10 @@ def test_second_signal_acts_at_once(request):
         assert interrupt.signal == signal.SIGINT
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(("has_products", "precision"), [(True, "bf16"), (False, "no")])
+def test_bf16_only_where_the_processor_has_it(has_products, precision, tmp_path, monkeypatch):
+    """Emulated, a step on an AVX2 processor took five times as long as in fp32."""
+    monkeypatch.setattr("specdraft.training.processes.has_bf16_products", lambda device: has_products)
+    assert make_accelerator("bf16", None, "none", tmp_path).mixed_precision == precision
