@@ -294,7 +294,7 @@ def measure(
         contenders = drafts(drafter, target.device)
         trial, prompts = prompts[-config.trial_prompts :], prompts[: -config.trial_prompts] or prompts
         tried = measure_speedups(target, contenders, trial, max_new_tokens=config.trial_tokens, **options)
-        chosen = max(tried, key=lambda name: tried[name].speedup)
+        chosen = max(tried, key=lambda name: tried[name].median_speedup)
     else:
         chosen = f"chain of {config.draft_length}"
         contenders, tried = {chosen: Contender(drafter, Fixed(config.draft_length))}, {}

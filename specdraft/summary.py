@@ -21,7 +21,15 @@ from specdraft.models.target import TargetModel
 from specdraft.provenance import atomic_path, provenance, write_json
 from specdraft.training.loop import TrainConfig, TrainResult
 
-TRIED = ("speedup", "tau", "mean_drafted", "draft_ms", "verify_ms", "sample_ms", "tokens_per_second")  # kept of a trial
+TRIED = (
+    "median_speedup",
+    "tau",
+    "mean_drafted",
+    "draft_ms",
+    "verify_ms",
+    "sample_ms",
+    "tokens_per_second",
+)  # kept of a trial
 
 
 def training_estimate(
@@ -171,10 +179,11 @@ def trials(found: dict[str, Any]) -> str:
     if not found["tried"]:
         return ""
     lines = [
-        f"| {name} | {t['tau']:.2f} | {t['draft_ms']:.1f} | {t['verify_ms']:.1f} | {t['speedup']:.2f}x |"
+        f"| {name} | {t['tau']:.2f} | {t['draft_ms']:.1f} | {t['verify_ms']:.1f} | {t['median_speedup']:.2f}x |"
         for name, t in found["tried"].items()
     ]
-    header = "Drafts tried first, on a few other prompts:\n\n| | tau | draft ms | verify ms | speedup |\n|---|---|---|---|---|\n"
+    title = "Drafts tried first, on a few other prompts (medians of a round):"
+    header = f"{title}\n\n| | tau | draft ms | verify ms | speedup |\n|---|---|---|---|---|\n"
     return header + "\n".join(lines) + "\n\n"
 
 
