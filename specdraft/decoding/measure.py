@@ -118,8 +118,9 @@ class Speedup:
     @property
     def median_speedup(self) -> float:
         """tau * T_AR / (T_draft + T_verify) from the median times of a round (papers (0.1)): what a burst of somebody else's work
-        in a short measurement does not change."""
-        return self.tau * self.target_ms / (self.draft_ms + self.verify_ms + self.sample_ms)
+        in a short measurement does not change. 0 where nothing was drafted."""
+        milliseconds = self.draft_ms + self.verify_ms + self.sample_ms
+        return self.tau * self.target_ms / milliseconds if milliseconds else 0.0
 
     def to_dict(self) -> dict:
         """For JSON, which has no NaN: None stands for a number that there is not."""
