@@ -73,17 +73,8 @@ class _ChainGrowth:
 
 
 @dataclass(frozen=True)
-class Eagle2Tree:
-    """EAGLE-2's dynamic tree (arXiv 2406.16858; docs/papers.md): on each level the `top_k` most likely tokens after each of
-    the `top_k` best nodes, best by the product of the draft's probabilities along their path; after `depth` levels the best
-    `total_tokens` of all these nodes are proposed.
-
-    The children are deterministic, so at T > 0 a child is accepted with its probability under the target. (Pruning sampled
-    children by their probability would bias the output: papers 9.4.)
-
-    Raises:
-        UserError: a number below 1.
-    """
+class TreeSize:
+    """How large a tree may become: nodes in all, levels, and nodes of a level that are run. Raises UserError for a number below 1."""
 
     total_tokens: int = 60
     depth: int = 7
@@ -95,6 +86,19 @@ class Eagle2Tree:
     @property
     def width(self) -> int:
         return self.top_k
+
+
+class Eagle2Tree(TreeSize):
+    """EAGLE-2's dynamic tree (arXiv 2406.16858; docs/papers.md): on each level the `top_k` most likely tokens after each of
+    the `top_k` best nodes, best by the product of the draft's probabilities along their path; after `depth` levels the best
+    `total_tokens` of all these nodes are proposed.
+
+    The children are deterministic, so at T > 0 a child is accepted with its probability under the target. (Pruning sampled
+    children by their probability would bias the output: papers 9.4.)
+
+    Raises:
+        UserError: a number below 1.
+    """
 
     def begin(self, ask: Ask, ids: Tensor | None) -> Growth:
         return _Eagle2Growth(self, min(ask.budget, self.depth), ids)
@@ -137,8 +141,7 @@ class _Eagle2Growth:
         return Proposal(torch.cat(self.tokens)[kept], parents.tolist(), None, self.ids)
 
 
-@dataclass(frozen=True)
-class SampledTree:
+class SampledTree(TreeSize):
     """A tree of tokens drawn from the draft law, siblings without replacement: at most `top_k` tokens a level, `total_tokens`
     in all, spread evenly over `depth` levels.
 
@@ -150,17 +153,6 @@ class SampledTree:
     Raises:
         UserError: a number below 1.
     """
-
-    total_tokens: int = 60
-    depth: int = 7
-    top_k: int = 10
-
-    def __post_init__(self) -> None:
-        _check_positive(self)
-
-    @property
-    def width(self) -> int:
-        return self.top_k
 
     def begin(self, ask: Ask, ids: Tensor | None) -> Growth:
         return _SampledGrowth(self, ask, ids)
@@ -265,7 +257,7 @@ def _best(scores: Tensor, count: int) -> Tensor:
     return scores.sort(descending=True, stable=True).indices[:count]
 
 
-def _check_positive(tree: Eagle2Tree | SampledTree) -> None:
+def _check_positive(tree: TreeSize) -> None:
     for name, value in vars(tree).items():
         if value < 1:
             raise UserError(f"{type(tree).__name__}: got {name} {value}, allowed: 1 or more")
