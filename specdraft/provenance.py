@@ -97,6 +97,11 @@ def others_cpu_share(seconds: float = 0.5) -> float:
     return max(0.0, total - own)
 
 
+def cache_folder() -> Path:
+    """Where converted targets and compiled kernels are kept: $SPECDRAFT_CACHE, or ~/.cache/specdraft."""
+    return Path(os.environ.get("SPECDRAFT_CACHE", "~/.cache/specdraft")).expanduser()
+
+
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yields a temporary path beside `path` (file or folder) and renames it on success; on failure nothing is left. What is

@@ -91,6 +91,7 @@ class FeatureTarget(Protocol):
     vocab_size: int
     tap_layers: tuple[int, ...]
     dtype: torch.dtype
+    compute_dtype: torch.dtype
     device: torch.device
     tokenizer: Any
 
@@ -196,7 +197,8 @@ def run_padded(target: FeatureTarget, examples: Sequence[Example]) -> list[State
     """One forward of the target over right-padded examples."""
     input_ids, lengths = pad_ids(examples)
     features = target.features(input_ids.to(target.device), lengths.to(target.device))
-    states = [States(features.taps[b, :n], features.last[b, :n]) for b, n in enumerate(lengths.tolist())]
+    taps, last = features.taps.to(target.dtype), features.last.to(target.dtype)
+    states = [States(taps[b, :n], last[b, :n]) for b, n in enumerate(lengths.tolist())]
     return [item if item.is_finite() else None for item in states]
 
 
@@ -213,7 +215,7 @@ def collate(examples: Sequence[Example], states: Sequence[States | None], target
     """Pad examples and their unpadded states into one Batch on the target's device. None: no states, so no mask."""
     input_ids, lengths = pad_ids(examples)
     loss_mask = torch.zeros_like(input_ids, dtype=torch.bool)
-    options = {"dtype": target.dtype, "device": target.device}
+    options = {"dtype": target.compute_dtype, "device": target.device}
     taps = torch.zeros(*input_ids.shape, len(target.tap_layers) * target.hidden_size, **options)
     last = torch.zeros(*input_ids.shape, target.hidden_size, **options)
     for b, (example, state) in enumerate(zip(examples, states, strict=True)):

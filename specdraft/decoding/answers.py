@@ -192,11 +192,11 @@ def _answer_batch(
         ran.append((step, live))
     for conversation in batch:
         conversation.spans[-1][1] = len(conversation.input_ids)
-    states = _collect_states(batch, ran) if with_states else [None] * len(batch)
+    states = _collect_states(batch, ran, target.dtype) if with_states else [None] * len(batch)
     return list(zip(batch, states, strict=True))
 
 
-def _collect_states(batch: list[Conversation], ran: list[tuple[Step, list[int]]]) -> list[States]:
+def _collect_states(batch: list[Conversation], ran: list[tuple[Step, list[int]]], dtype: torch.dtype) -> list[States]:
     """Every row's states from the forward passes, each with the batch indices of its rows: the prefill, then one token a
     row. The last token of a row was never run; its state is zero, and no row is trained that would read it."""
     places = [{b: row for row, b in enumerate(live)} for _, live in ran]
@@ -207,7 +207,7 @@ def _collect_states(batch: list[Conversation], ran: list[tuple[Step, list[int]]]
         for name in ("taps", "last"):
             prefill = getattr(ran[0][0], name)[b, :start]
             steps = [getattr(ran[i][0], name)[places[i][b]] for i in range(1, end - start)]
-            parts[name] = torch.cat([prefill, *steps, torch.zeros_like(prefill[:1])])
+            parts[name] = torch.cat([prefill, *steps, torch.zeros_like(prefill[:1])]).to(dtype)
         found.append(States(**parts))
     return found
 

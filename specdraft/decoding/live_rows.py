@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specdraft.models.heads import Head
-from specdraft.models.layers import FrozenLinear
+from specdraft.models.layers import FrozenLinear, linear
 
 
 @dataclass
@@ -76,7 +75,7 @@ class RowBuffer:
 
     def logits(self, projected: Tensor) -> Tensor:
         self._wait()
-        return F.linear(projected, self._rows[: self.size])
+        return linear(projected, self._rows[: self.size])
 
     def write(self, start: int, rows: Sequence[int]) -> None:
         """Put head rows into slots start.., which are live from now on; slots before `start` must have been written. Without

@@ -80,7 +80,7 @@ def costs_of_lengths(
         sample=curve("sample_s"),
         alone=statistics.median(r.seconds for r in alone),
         target=target.name,
-        dtype=str(target.dtype).removeprefix("torch."),
+        dtype=target.precision,
         machine=machine(),
     )
 
@@ -108,7 +108,9 @@ def random_target(shape: RandomModel, positions: int, dtype: torch.dtype, device
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=supported_dtype(dtype, device)).to(device)
+        model = AutoModelForCausalLM.from_config(config, dtype=supported_dtype(dtype, device, config.model_type)).to(
+            device
+        )
     return TargetModel.from_model(model, tap_layers=(0,))
 
 

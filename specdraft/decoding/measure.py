@@ -263,7 +263,7 @@ def measure_costs(
         sample=[statistics.median(r.sample_s for r in rounds) for rounds in by_length],
         alone=statistics.median(r.seconds for r in alone),
         target=target.name,
-        dtype=str(target.dtype).removeprefix("torch."),
+        dtype=target.precision,
         machine=machine(),
     )
     acceptance = conditional_acceptance(traces)
@@ -349,7 +349,7 @@ def _summarise(
         divergences=divergences,
         others_cpu_share=others_cpu_share,
         warning=warning,
-        dtype=str(target.dtype).removeprefix("torch."),
+        dtype=target.precision,
         machine=machine(),
     )
 

@@ -20,7 +20,7 @@ from specdraft.models.cache import Append, KVCache
 from specdraft.models.drafter import Ask, LiveRows, Proposal, nothing
 from specdraft.models.eagle3_layer import Arithmetic, RMSNorm
 from specdraft.models.heads import LowRankHead
-from specdraft.models.layers import FrozenLinear, FrozenRMSNorm
+from specdraft.models.layers import FrozenLinear, FrozenRMSNorm, compute_dtype
 from specdraft.models.lean import additive, attend
 from specdraft.models.tree import Growth, Level, Shape
 
@@ -196,7 +196,7 @@ class FrozenWeights(Arithmetic):
         self.head = drafter.lm_head
         self.rows = FrozenLinear(self.head.weight)
         self.down = FrozenLinear(self.head.down) if isinstance(self.head, LowRankHead) else None
-        dtype = drafter.fc.weight.dtype
+        dtype = compute_dtype(drafter.fc.weight)
         left, right = drafter.sin.chunk(2, dim=-1)
         self.cos, self.sin = drafter.cos[:, None].to(dtype), torch.cat([-left, right], dim=-1)[:, None].to(dtype)
 

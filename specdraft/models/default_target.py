@@ -11,7 +11,6 @@ python -m specdraft.models.default_target gemma-3-270m
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import shutil
 import subprocess
 import sys
@@ -26,7 +25,7 @@ import torch
 
 from specdraft.config import UserError
 from specdraft.models.load import load_model
-from specdraft.provenance import atomic_path, require_disk
+from specdraft.provenance import atomic_path, cache_folder, require_disk
 
 HUB_ID, LICENSE = "HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"
 
@@ -62,11 +61,6 @@ PACKAGED = {
         1_700_000_000,
     ),
 }
-
-
-def cache_folder() -> Path:
-    """$SPECDRAFT_CACHE, or ~/.cache/specdraft."""
-    return Path(os.environ.get("SPECDRAFT_CACHE", "~/.cache/specdraft")).expanduser()
 
 
 def default_target(cache_root: Path | None = None) -> Path:

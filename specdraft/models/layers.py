@@ -5,30 +5,52 @@ They know nothing of models, and have no gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from specdraft.models import thin_products
 
 
 class FrozenLinear:
     """x [..,I] -> x @ weight.T + bias [..,O] for a weight that never changes. No gradient.
 
     On a CPU a packed copy of the weight, in oneDNN's own layout, is used: products of 1 to 8 rows then take about half
-    the time, and those of hundreds of rows a fifth less.
+    the time, and those of hundreds of rows a fifth less. bf16 weights on a processor without bf16
+    instructions are multiplied in fp32, and so is the result (thin_products.py).
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         weight, bias = weight.detach(), None if bias is None else bias.detach()
-        self.is_packed = weight.device.type == "cpu" and can_be_packed(weight.dtype)
-        self.weight = (
-            torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_ROWS) if self.is_packed else weight
-        )
-        self.bias = bias
+        self._product = self._choose(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.is_packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return F.linear(x, self.weight, self.bias)
+        return self._product(x)
+
+    @staticmethod
+    def _choose(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        if weight.device.type != "cpu":
+            return lambda x: F.linear(x, weight, bias)
+        if can_be_packed(weight.dtype):
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_ROWS)
+            return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        weight = weight.contiguous()
+        return lambda x: linear(x, weight, bias)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear without a gradient, for a weight that is contiguous and may change: see FrozenLinear."""
+    if compute_dtype(weight) != weight.dtype and weight.shape[1] % 2 == 0:
+        return thin_products.thin_linear(x, weight, bias)
+    return F.linear(x.to(weight.dtype), weight, bias)
+
+
+def compute_dtype(weight: Tensor) -> torch.dtype:
+    """The dtype of states, keys and logits of a frozen model that has such weights."""
+    is_thin = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and thin_products.available()
+    return torch.float32 if is_thin else weight.dtype
 
 
 def can_be_packed(dtype: torch.dtype) -> bool:
@@ -42,12 +64,13 @@ class FrozenRMSNorm:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 inside."""
 
     def __init__(self, weight: Tensor, eps: float):
-        self.weight, self.eps = weight.detach(), eps
+        self.weight, self.eps = weight.detach().to(compute_dtype(weight)), eps
         self.is_doubled = weight.device.type == "cpu"
         if self.is_doubled:
             self.weight = torch.cat((self.weight, self.weight))
 
     def __call__(self, x: Tensor) -> Tensor:
+        x = x.to(self.weight.dtype)
         if (
             self.is_doubled
         ):  # nine small kernels on a CPU, where layer_norm is one: (x, -x) has mean 0 and variance mean(x^2)

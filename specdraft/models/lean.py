@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from specdraft.models.attention import Attention, AttentionInputs
 from specdraft.models.cache import Append, KVCache
-from specdraft.models.layers import FrozenLinear, FrozenRMSNorm
+from specdraft.models.layers import FrozenLinear, FrozenRMSNorm, compute_dtype
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose table does not depend on the length of the text
@@ -74,10 +74,11 @@ class LeanModel:
         self.num_heads, self.num_kv = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = trunk.layers[0].self_attn.head_dim
         self.embedding = trunk.embed_tokens.weight.detach()
+        self.dtype = compute_dtype(self.embedding)
         self.layers = [_fuse(layer, config.rms_norm_eps) for layer in trunk.layers]
         self.norm = FrozenRMSNorm(trunk.norm.weight, config.rms_norm_eps)
         positions = torch.arange(config.max_position_embeddings, device=self.embedding.device)
-        cos, sin = (table[0, :, None] for table in trunk.rotary_emb(self.embedding, positions[None]))
+        cos, sin = (table[0, :, None].to(self.dtype) for table in trunk.rotary_emb(self.embedding, positions[None]))
         left, right = sin.chunk(2, dim=-1)
         self.cos, self.sin = cos, torch.cat((-left, right), dim=-1)
 
@@ -99,7 +100,7 @@ class LeanModel:
         where = slice(append.start, append.end) if append.positions is None else append.positions
         rotary = Rotary(self.cos[where], self.sin[where])
         mask = self._mask(append)
-        hidden = F.embedding(input_ids, self.embedding)
+        hidden = F.embedding(input_ids, self.embedding).to(self.dtype)
         tapped = []
         for index, layer in enumerate(self.layers):
             if index in taps:
@@ -135,7 +136,7 @@ class LeanModel:
         """The mask as numbers to add, for the rows of `attend`: [B or 1, 1, N/G*n or 1, width]."""
         if append.mask is None:
             return None
-        return additive(append.mask, self.num_heads // self.num_kv, self.embedding.dtype)
+        return additive(append.mask, self.num_heads // self.num_kv, self.dtype)
 
 
 def additive(mask: Tensor, repeats: int, dtype: torch.dtype) -> Tensor:

@@ -14,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from specdraft.config import UserError
+from specdraft.models import thin_products
+from specdraft.models.lean import MODEL_TYPES
 from specdraft.provenance import has_bf16_products
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -49,7 +51,7 @@ def load_model(
         options |= _gguf_options()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            source, dtype=supported_dtype(dtype, device), output_loading_info=True, **options
+            source, dtype=supported_dtype(dtype, device, config.model_type), output_loading_info=True, **options
         )
     except Exception as error:
         raise UserError(
@@ -72,12 +74,17 @@ def _require_device(device: str) -> None:
         ) from None
 
 
-def supported_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
-    """bf16 becomes fp32 on a processor that has no products in bf16."""
-    if dtype == torch.bfloat16 and not has_bf16_products(device):
-        logging.getLogger(__name__).warning("this processor has no bf16 products: the target runs in fp32")
-        return torch.float32
-    return dtype
+def supported_dtype(dtype: torch.dtype, device: str, model_type: str) -> torch.dtype:
+    """bf16 becomes fp32 on a processor that has no products in bf16, unless thin_products.py makes up for them: in the families
+    of lean.py, which use it."""
+    if (
+        dtype != torch.bfloat16
+        or has_bf16_products(device)
+        or (model_type in MODEL_TYPES and thin_products.available())
+    ):
+        return dtype
+    logging.getLogger(__name__).warning("this processor has no bf16 products: the target runs in fp32")
+    return torch.float32
 
 
 def _locate(where: str) -> tuple[str, str | None]:

@@ -25,7 +25,7 @@ from specdraft.models.attention import Attention, Watcher
 from specdraft.models.cache import Append, KVCache
 from specdraft.models.default_target import PACKAGED, packaged_target
 from specdraft.models.generic import GenericModel
-from specdraft.models.layers import FrozenLinear
+from specdraft.models.layers import FrozenLinear, compute_dtype
 from specdraft.models.load import load_model
 from specdraft.provenance import hash_json, hash_tensors
 
@@ -70,6 +70,8 @@ class TargetModel:
 
     Tap k is Hugging Face's hidden_states[k], the input of decoder layer k (0 = the embeddings).
     logits = soft_cap(logit_scale * head_weight @ norm(last)), soft_cap(z) = c tanh(z / c), c None = none.
+    dtype: of weights and of stored states.   compute_dtype: of states, keys and logits while it runs: the same, but fp32
+    for bf16 weights on a processor without bf16 instructions (thin_products.py).
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class TargetModel:
         self.is_lean = lean and lean_path.is_supported(model)
         self._layers = lean_path.LeanModel(model) if self.is_lean else GenericModel(model)
         self._head = FrozenLinear(self.head_weight)
+        self.compute_dtype = compute_dtype(embedding) if self.is_lean else self.dtype
         self.watcher: Watcher | None = None
         self._check()
 
@@ -136,6 +139,17 @@ class TargetModel:
         """Wrap a Hugging Face model that is in memory already."""
         return cls(model, tokenizer, model.config.name_or_path or type(model).__name__, tap_layers, lean)
 
+    @functools.cached_property
+    def teacher_head(self) -> Tensor:
+        """The rows of the head [V,H] in the dtype that teachers are computed in."""
+        return self.head_weight.to(self.compute_dtype)
+
+    @property
+    def precision(self) -> str:
+        """What stands beside every figure: the dtype, or those of weights and states where they differ."""
+        weights, states = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.compute_dtype))
+        return weights if weights == states else f"{weights} weights, {states} states"
+
     @in_own_dtype
     @torch.no_grad()
     def features(self, input_ids: Tensor, lengths: Tensor) -> Features:
@@ -157,7 +171,7 @@ class TargetModel:
     @in_own_dtype
     @torch.no_grad()
     def teacher_logits(self, last: Tensor) -> Tensor:
-        """The target's own logits [..,V], in its dtype, from the input of the final norm [..,H]."""
+        """The target's own logits [..,V], in `compute_dtype`, from the input of the final norm [..,H]."""
         return self.scale_logits(self._head(self.norm(last)))
 
     def scale_logits(self, logits: Tensor) -> Tensor:

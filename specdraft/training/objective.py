@@ -97,7 +97,7 @@ class Objective(nn.Module):
         normed = target.norm(last.flatten(0, 1)[rows.teacher_at])
         index = rows.shifted(torch.arange(len(normed), device=normed.device))
         ids = self.drafter.lm_head.target_ids()
-        return TeacherRows(normed, target.head_weight, index, ids, target.logit_scale, target.soft_cap)
+        return TeacherRows(normed, target.teacher_head, index, ids, target.logit_scale, target.soft_cap)
 
     def sampled_teacher(self, teacher: TeacherRows, sample: ColumnSample) -> TeacherRows:
         """The same rows over the sample's columns only; the law that was renormalised on a trimmed vocabulary stays so."""

@@ -18,7 +18,8 @@ class Features:
 class CountingTarget:
     """States are a function of token and position, so that a misplaced row shows; padding gets rubbish."""
 
-    device, dtype, hidden_size, tap_layers = torch.device("cpu"), torch.float32, 2, (1, 2, 3)
+    device, hidden_size, tap_layers = torch.device("cpu"), 2, (1, 2, 3)
+    dtype = compute_dtype = torch.float32
 
     def __init__(self):
         self.sequences = 0

@@ -45,6 +45,7 @@ class ScriptedTarget:
     tokenizer = None
     name = "scripted"
     dtype = torch.float64
+    precision = "float64"
     device = torch.device("cpu")
 
     def __init__(self, vocab_size: int = 4, eos: tuple[int, ...] = (), max_positions: int = 200, seed: int = 0):

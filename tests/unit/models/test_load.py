@@ -56,7 +56,7 @@ def test_single_and_sharded_weights(tmp_path, max_shard_size, tied):
     assert target.hash == expected.hash
     assert target.name == tmp_path.name
     assert target.tokenizer.get_vocab() == tiny_tokenizer().get_vocab()
-    assert TargetModel.load(str(tmp_path)).dtype == supported_dtype(torch.bfloat16, "cpu")
+    assert TargetModel.load(str(tmp_path)).dtype == supported_dtype(torch.bfloat16, "cpu", "llama")
     assert TargetModel.load(str(tmp_path)).hash == target.hash
 
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from specdraft.config import UserError
 from specdraft.models import target as target_module
+from specdraft.models.layers import compute_dtype
 from specdraft.models.target import TargetModel
 from specdraft.testing import FAMILIES, TINY_VOCAB, tiny_model, tiny_target, tiny_tokenizer
 
@@ -213,10 +214,12 @@ def test_autocast_of_a_training_loop_does_not_reach_the_target(lean):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_bf16(family):
-    """The same within bf16's rounding, through the cache; and the dtype is kept."""
+    """The same within bf16's rounding, through the cache; weights stay in bf16, states are in what the processor computes in."""
     exact, target = tiny_target(family), tiny_target(family, dtype=torch.bfloat16)
     ids = random_ids(1, 16)
     expected = exact.forward(ids, exact.new_cache(1, 16)).logits
     logits = target.forward(ids, target.new_cache(1, 16)).logits
-    assert target.dtype == logits.dtype == torch.bfloat16
+    assert target.dtype == target.embedding_weight.dtype == torch.bfloat16
+    assert logits.dtype == compute_dtype(target.embedding_weight)
+    assert ("states" in target.precision) == (target.compute_dtype != torch.bfloat16)
     assert (logits.float() - expected).abs().mean() < 0.05 * expected.std()

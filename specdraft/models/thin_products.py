@@ -1,0 +1,70 @@
+"""Products of a few rows with bf16 weights, on a processor that has AVX2 but no bf16 instructions: most laptops, many servers.
+
+There torch reads all weights again for every row of such a product (8 rows take 7 times as long as one), or wants them in
+fp32: twice the memory traffic, which is all that a decoding step waits for. thin_products.cpp reads them once; what is not
+a weight is in fp32. It is compiled on first use by the C++ compiler, into ~/.cache/specdraft; where there is none, models run in fp32.
+It knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdraft.config import UserError
+from specdraft.provenance import atomic_path, cache_folder, has_bf16_products, hash_json
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+FLAGS = ("-O3", "-mavx2", "-mfma", "-fopenmp", "-shared", "-fPIC", "-std=c++17")
+MOST_ROWS = 64  # more are multiplied in fp32: then widening the weights costs less than it gains
+
+
+@functools.cache
+def available() -> bool:
+    """Whether `thin_linear` works here and pays."""
+    return (
+        not has_bf16_products("cpu")
+        and torch.backends.cpu.get_cpu_capability() == "AVX2"
+        and shutil.which(_compiler()) is not None
+        and _library() is not None
+    )
+
+
+def thin_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..,I] of any dtype -> x @ weight.T + bias [..,O] in fp32, for contiguous bf16 weights [O,I] on the CPU, I even. No gradient."""
+    outputs, width = weight.shape
+    rows = x.reshape(-1, width).float().contiguous()
+    if len(rows) > MOST_ROWS:
+        return F.linear(rows, weight.float(), None if bias is None else bias.float()).view(*x.shape[:-1], outputs)
+    y = rows.new_empty(*x.shape[:-1], outputs)
+    bias_at = None if bias is None else bias.data_ptr()
+    _library().thin_product(rows.data_ptr(), weight.data_ptr(), bias_at, y.data_ptr(), len(rows), width, outputs)
+    return y
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """The compiled file; None where the compiler cannot make it."""
+    binary = cache_folder() / "kernels" / f"thin_products-{hash_json([SOURCE.read_text(), FLAGS])}.so"
+    if not binary.exists():
+        try:
+            with atomic_path(binary) as written:
+                subprocess.run([_compiler(), *FLAGS, str(SOURCE), "-o", str(written)], capture_output=True, check=True)
+        except (subprocess.CalledProcessError, UserError):
+            return None
+    library = ctypes.CDLL(str(binary))
+    library.thin_product.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3
+    library.thin_product.restype = None
+    return library
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX", "g++")
