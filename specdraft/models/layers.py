@@ -5,6 +5,7 @@ They know nothing of models, and have no gradient.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -12,45 +13,64 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdraft.models import thin_products
+from specdraft.models.thin_products import thin_linear
 
 
 class FrozenLinear:
     """x [..,I] -> x @ weight.T + bias [..,O] for a weight that never changes. No gradient.
 
     On a CPU a packed copy of the weight, in oneDNN's own layout, is used: products of 1 to 8 rows then take about half
-    the time, and those of hundreds of rows a fifth less. bf16 weights on a processor without bf16
-    instructions are multiplied in fp32, and so is the result (thin_products.py).
+    the time, and those of hundreds of rows a fifth less. For bf16 weights without bf16 instructions, see `ThinLinear`.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         weight, bias = weight.detach(), None if bias is None else bias.detach()
-        self._product = self._choose(weight, bias)
+        self._product = _choose(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._product(x)
 
-    @staticmethod
-    def _choose(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        if weight.device.type != "cpu":
-            return lambda x: F.linear(x, weight, bias)
-        if can_be_packed(weight.dtype):
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_ROWS)
-            return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-        weight = weight.contiguous()
-        return lambda x: linear(x, weight, bias)
+
+class ThinLinear:
+    """The same for bf16 weights and fp32 states (thin_products.py). Prefills and large batches, which do not wait for memory,
+    are multiplied by a copy in fp32, made when the first one comes."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        self.weight, self.bias = weight.contiguous(), bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[:-1].numel() > FEW_ROWS:
+            return self._wide(x.float())
+        return thin_linear(x, self.weight, self.bias)
+
+    @functools.cached_property
+    def _wide(self) -> FrozenLinear:
+        return FrozenLinear(self.weight.float(), None if self.bias is None else self.bias.float())
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear without a gradient, for a weight that is contiguous and may change: see FrozenLinear."""
-    if compute_dtype(weight) != weight.dtype and weight.shape[1] % 2 == 0:
-        return thin_products.thin_linear(x, weight, bias)
-    return F.linear(x.to(weight.dtype), weight, bias)
+def _choose(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    if is_thin(weight):
+        return ThinLinear(weight, bias)
+    if weight.device.type == "cpu" and can_be_packed(weight.dtype):
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_ROWS)
+        return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return lambda x: F.linear(x, weight, bias)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [..,I] -> x @ weight.T without a gradient, for a contiguous weight that may change."""
+    return thin_linear(x, weight) if is_thin(weight) else F.linear(x, weight)
+
+
+def is_thin(weight: Tensor) -> bool:
+    """Whether products with this weight are made by thin_products.py."""
+    return compute_dtype(weight) != weight.dtype
 
 
 def compute_dtype(weight: Tensor) -> torch.dtype:
     """The dtype of states, keys and logits of a frozen model that has such weights."""
-    is_thin = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and thin_products.available()
-    return torch.float32 if is_thin else weight.dtype
+    is_bf16 = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    return torch.float32 if is_bf16 and thin_products.available() else weight.dtype
 
 
 def can_be_packed(dtype: torch.dtype) -> bool:
@@ -80,4 +100,5 @@ class FrozenRMSNorm:
 
 
 PACKED_DTYPES = (torch.bfloat16, torch.float32)
+FEW_ROWS = 32  # of so many, a product with bf16 weights takes as long as one with a copy in fp32
 PACKED_ROWS = 32  # the number of rows that the layout is chosen for; as good as any other for 1 to 512

@@ -2,7 +2,7 @@
 // processor that has AVX2 and no bf16 instructions. Such a product is bound by memory: every weight is read once for up to 8 rows.
 //
 // bf16 is the upper half of fp32. Of 16 weights in one register a shift gives the even columns and a mask the odd ones, so the
-// even columns of each 16 of x are moved before the odd ones. I is even.
+// even columns of each 16 of x are moved before the odd ones.
 #include <immintrin.h>
 
 #include <algorithm>
@@ -30,9 +30,9 @@ float sum(__m256 v) {
 }
 
 // One row of w against N rows of x. U groups at a time, their even and odd columns in S = 1 or 2 sums: N*U*S chains of
-// additions hide the latency of one, and fit the 16 registers. `last`: which pairs of the last group exist.
+// additions hide the latency of one, and fit the 16 registers. rest: columns of the last group, 1 to 16.
 template <int N, int U, int S>
-void dot(const uint16_t* w, const float* x, float bias, float* y, long outputs, long columns, __m256i last) {
+void dot(const uint16_t* w, const float* x, float bias, float* y, long outputs, long columns, long rest) {
     __m256 sums[U][S][N];
     for (auto& group : sums)
         for (auto& parity : group)
@@ -58,7 +58,13 @@ void dot(const uint16_t* w, const float* x, float bias, float* y, long outputs, 
         for (int u = 0; u < U; u++) add(u, k + u * GROUP, load(k + u * GROUP));
     }
     for (; k + GROUP < columns; k += GROUP) add(0, k, load(k));
-    add(0, k, _mm256_maskload_epi32(reinterpret_cast<const int*>(w + k), last));
+    if (rest == GROUP) {
+        add(0, k, load(k));
+    } else {
+        uint16_t end[GROUP] = {};
+        std::memcpy(end, w + k, rest * sizeof(uint16_t));
+        add(0, k, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(end)));
+    }
     for (int i = 0; i < N; i++) {
         __m256 total = _mm256_setzero_ps();
         for (auto& group : sums)
@@ -67,7 +73,7 @@ void dot(const uint16_t* w, const float* x, float bias, float* y, long outputs, 
     }
 }
 
-using Dot = void (*)(const uint16_t*, const float*, float, float*, long, long, __m256i);
+using Dot = void (*)(const uint16_t*, const float*, float, float*, long, long, long);
 constexpr Dot DOTS[] = {dot<1, 4, 2>, dot<2, 2, 2>, dot<3, 2, 2>, dot<4, 1, 2>,
                         dot<5, 1, 2>, dot<6, 1, 2>, dot<7, 1, 1>, dot<8, 1, 1>};
 constexpr long MOST = sizeof(DOTS) / sizeof(Dot);
@@ -80,11 +86,10 @@ void spread(const float* x, float* spread, long count, long width, long columns)
 
 }  // namespace
 
-// x: n rows of `width`, an even number; w: `outputs` rows of `width`; bias may be null.
+// x: n rows of `width`; w: `outputs` rows of `width`; bias may be null.
 extern "C" void thin_product(const float* x, const uint16_t* w, const uint16_t* bias, float* y, long n, long width, long outputs) {
     const long columns = (width + GROUP - 1) / GROUP * GROUP;
-    const long pairs = (width - (columns - GROUP)) / 2;  // in the last group
-    const __m256i last = _mm256_cmpgt_epi32(_mm256_set1_epi32(int(pairs)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    const long rest = width - (columns - GROUP);
 #pragma omp parallel
     {
         static thread_local std::vector<float> rows;
@@ -96,7 +101,7 @@ extern "C" void thin_product(const float* x, const uint16_t* w, const uint16_t* 
                 const Dot dot = DOTS[std::min(MOST, n - i) - 1];
                 for (long o = start; o < std::min(outputs, start + BLOCK); o++)
                     dot(w + o * width, rows.data() + i * columns, bias ? widen(bias[o]) : 0.0f, y + i * outputs + o, outputs, columns,
-                        last);
+                        rest);
             }
     }
 }

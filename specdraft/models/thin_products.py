@@ -16,7 +16,6 @@ import subprocess
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specdraft.config import UserError
@@ -24,7 +23,6 @@ from specdraft.provenance import atomic_path, cache_folder, has_bf16_products, h
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-O3", "-mavx2", "-mfma", "-fopenmp", "-shared", "-fPIC", "-std=c++17")
-MOST_ROWS = 64  # more are multiplied in fp32: then widening the weights costs less than it gains
 
 
 @functools.cache
@@ -39,11 +37,9 @@ def available() -> bool:
 
 
 def thin_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..,I] of any dtype -> x @ weight.T + bias [..,O] in fp32, for contiguous bf16 weights [O,I] on the CPU, I even. No gradient."""
+    """x [..,I] of any dtype -> x @ weight.T + bias [..,O] in fp32, for contiguous bf16 weights [O,I] on the CPU. No gradient."""
     outputs, width = weight.shape
     rows = x.reshape(-1, width).float().contiguous()
-    if len(rows) > MOST_ROWS:
-        return F.linear(rows, weight.float(), None if bias is None else bias.float()).view(*x.shape[:-1], outputs)
     y = rows.new_empty(*x.shape[:-1], outputs)
     bias_at = None if bias is None else bias.data_ptr()
     _library().thin_product(rows.data_ptr(), weight.data_ptr(), bias_at, y.data_ptr(), len(rows), width, outputs)
