@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TextIO
 
@@ -25,11 +27,14 @@ from specdraft.data.chat import AnswerRow, Example, follow_up, read_answers, ren
 from specdraft.data.source import States
 from specdraft.data.tasks import Prompt
 from specdraft.decoding.sampling import Sampling, draw
+from specdraft.models.cache import KVCache
 from specdraft.models.target import Step, TargetModel
 from specdraft.provenance import atomic_path, hash_json, sole_writer, write_json
 
 Keep = Callable[[Example, States], None]
 GROUP = 2  # batches of similar length are cut from so many batches' worth of prompts, where time is limited
+PADDING = 0.1
+FEW_TOKENS = 128
 COMPACT = 0.85  # rows leave a batch together, when this share of them is left: leaving copies keys and values
 
 
@@ -102,14 +107,13 @@ def _answer_missing(
         open(path, "a", encoding="utf-8") as file,
         tqdm(total=len(prompts), initial=len(prompts) - len(waiting), desc="answers", unit="prompt") as bar,
     ):
-        size = len(prompts) if config.max_minutes is None else GROUP * config.batch_size
-        for group in (waiting[start : start + size] for start in range(0, len(waiting), size)):
-            if not budget.has_room():
-                break
-            started = time.perf_counter()
+        while count := budget.affordable(waiting, config):
+            group, waiting = waiting[:count], waiting[count:]
+            cost, started = sum(_cost(conversation, config) for conversation in group), time.perf_counter()
             tokens = _answer_group(target, group, config, keep, rows, file, bar)
-            budget.spend(time.perf_counter() - started)
-            bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tok/s")
+            seconds = time.perf_counter() - started
+            budget.spend(seconds, cost)
+            bar.set_postfix_str(f"{tokens / seconds:.0f} tok/s")
     return [rows[prompt.id] for prompt in prompts if prompt.id in rows]
 
 
@@ -143,20 +147,32 @@ def _answer_group(
 
 
 class _Budget:
-    """Minutes of answering, over all runs that wrote into `path`: spent, and of the slowest group so far, which must still fit."""
+    """Minutes of answering, over all runs that wrote into `path`, and the tokens that they bought."""
 
     def __init__(self, path: Path, minutes: float | None):
-        self.path, self.minutes = path.with_suffix(".minutes.json"), minutes
-        self.spent, self.slowest = 0.0, 0.0
+        self.path, self.minutes = path.with_suffix(".budget.json"), minutes
+        self.spent, self.bought = 0.0, 0
         with contextlib.suppress(FileNotFoundError, ValueError, TypeError):  # none yet, or not what `spend` wrote
-            self.spent, self.slowest = map(float, json.loads(self.path.read_text()))
+            self.spent, self.bought = map(float, json.loads(self.path.read_text()))
 
-    def has_room(self) -> bool:
-        return self.minutes is None or self.spent + self.slowest < self.minutes
+    def affordable(self, waiting: Sequence[Conversation], config: AnswerConfig) -> int:
+        """How many of the next ones to answer together: all, or where time is limited as many as fit, by the rate so far."""
+        if self.minutes is None:
+            return len(waiting)
+        if not self.bought:
+            return min(len(waiting), config.batch_size)
+        left = (self.minutes - self.spent) * self.bought / self.spent
+        costs = accumulate(_cost(conversation, config) for conversation in waiting[: GROUP * config.batch_size])
+        return sum(cost <= left for cost in costs)
 
-    def spend(self, seconds: float) -> None:
-        self.spent, self.slowest = self.spent + seconds / 60, max(self.slowest, seconds / 60)
-        write_json(self.path, [self.spent, self.slowest])
+    def spend(self, seconds: float, cost: int) -> None:
+        self.spent, self.bought = self.spent + seconds / 60, self.bought + cost
+        write_json(self.path, [self.spent, self.bought])
+
+
+def _cost(conversation: Conversation, config: AnswerConfig) -> int:
+    """Tokens that the target must run at most for the first turn."""
+    return len(conversation.input_ids) + config.max_new_tokens
 
 
 @torch.inference_mode()
@@ -164,19 +180,15 @@ def _answer_batch(
     target: TargetModel, batch: list[Conversation], config: AnswerConfig, with_states: bool
 ) -> list[tuple[Conversation, States | None]]:
     """One turn of every conversation of the batch: prefill together, then one token a row and step."""
-    lengths = [len(conversation.input_ids) for conversation in batch]
-    cache = target.new_cache(len(batch), max(lengths) + config.max_new_tokens)
-    ids = torch.zeros(len(batch), max(lengths), dtype=torch.int64)
-    for b, conversation in enumerate(batch):
-        ids[b, : lengths[b]] = torch.tensor(conversation.input_ids)
-        conversation.spans.append([lengths[b], lengths[b]])
+    for conversation in batch:
+        conversation.spans.append([len(conversation.input_ids)] * 2)
         conversation.finished.append(False)
-    step = target.forward(ids.to(target.device), cache, counts=lengths, want_taps=with_states, logits_for="last")
+    logits, prefilled, cache = _prefill(target, batch, config.max_new_tokens, with_states)
     generators = [_generator(conversation, config) for conversation in batch]
     live = list(range(len(batch)))  # batch index of every row of the cache
-    ran = [(step, live)]
+    ran: list[tuple[Step, list[int]]] = []
     for count in range(1, config.max_new_tokens + 1):
-        tokens = _sample(step.logits[:, 0], [generators[b] for b in live], config.sampling)
+        tokens = _sample(logits, [generators[b] for b in live], config.sampling)
         for b, token in zip(live, tokens, strict=True):
             if not batch[b].finished[-1]:
                 batch[b].input_ids.append(token)
@@ -189,24 +201,61 @@ def _answer_batch(
             live, tokens = [live[row] for row in keep], [tokens[row] for row in keep]
         column = torch.tensor(tokens, device=target.device)[:, None]
         step = target.forward(column, cache, want_taps=with_states, logits_for="last")
+        logits = step.logits[:, 0]
         ran.append((step, live))
     for conversation in batch:
         conversation.spans[-1][1] = len(conversation.input_ids)
-    states = _collect_states(batch, ran, target.dtype) if with_states else [None] * len(batch)
+    states = _collect_states(batch, prefilled, ran, target.dtype) if with_states else [None] * len(batch)
     return list(zip(batch, states, strict=True))
 
 
-def _collect_states(batch: list[Conversation], ran: list[tuple[Step, list[int]]], dtype: torch.dtype) -> list[States]:
-    """Every row's states from the forward passes, each with the batch indices of its rows: the prefill, then one token a
-    row. The last token of a row was never run; its state is zero, and no row is trained that would read it."""
+def _prefill(
+    target: TargetModel, batch: list[Conversation], room: int, with_states: bool
+) -> tuple[Tensor, list[dict[str, Tensor]], KVCache]:
+    """Run the texts so far, parts of similar length together. Returns the logits after each [B, V], the taps and last states
+    of each, and a cache of all with room for so many more tokens."""
+    lengths = [len(conversation.input_ids) for conversation in batch]
+    logits, states, caches = [], [], []
+    for part in _parts(lengths, target.device):
+        own = lengths[part]
+        ids = torch.zeros(len(own), max(own), dtype=torch.int64)
+        for row, conversation in zip(ids, batch[part], strict=True):
+            row[: len(conversation.input_ids)] = torch.tensor(conversation.input_ids)
+        caches.append(target.new_cache(len(own), max(own)))
+        step = target.forward(ids.to(target.device), caches[-1], counts=own, want_taps=with_states, logits_for="last")
+        logits.append(step.logits[:, 0])
+        if with_states:
+            states += [{"taps": step.taps[b, :length], "last": step.last[b, :length]} for b, length in enumerate(own)]
+    cache = target.new_cache(len(batch), max(lengths) + room)
+    cache.join(caches)
+    return torch.cat(logits), states, cache
+
+
+def _parts(lengths: list[int], device: torch.device) -> Iterator[slice]:
+    """Neighbours that are prefilled together: padding takes at most PADDING of their tokens, unless they are too few to keep the
+    device busy."""
+    few = FEW_TOKENS if device.type == "cpu" else math.inf
+    start = 0
+    for end in range(1, len(lengths) + 1):
+        grown = lengths[start : end + 1]
+        padded = len(grown) * max(grown)
+        if end == len(lengths) or (padded > few and padded - sum(grown) > PADDING * padded):
+            yield slice(start, end)
+            start = end
+
+
+def _collect_states(
+    batch: list[Conversation], prefilled: list[dict[str, Tensor]], ran: list[tuple[Step, list[int]]], dtype: torch.dtype
+) -> list[States]:
+    """Every row's states: of the prefill, then from one forward pass a token, each with the batch indices of its rows. The
+    last token of a row was never run; its state is zero, and no row is trained that would read it."""
     places = [{b: row for row, b in enumerate(live)} for _, live in ran]
     found = []
     for b, conversation in enumerate(batch):
         start, end = conversation.spans[-1]
         parts = {}
-        for name in ("taps", "last"):
-            prefill = getattr(ran[0][0], name)[b, :start]
-            steps = [getattr(ran[i][0], name)[places[i][b]] for i in range(1, end - start)]
+        for name, prefill in prefilled[b].items():
+            steps = [getattr(ran[i][0], name)[places[i][b]] for i in range(end - start - 1)]
             parts[name] = torch.cat([prefill, *steps, torch.zeros_like(prefill[:1])]).to(dtype)
         found.append(States(**parts))
     return found

@@ -78,6 +78,20 @@ class KVCache:
         self.lengths = [self.lengths[row] for row in rows]
         self.batch_size = len(rows)
 
+    @torch.inference_mode()
+    def join(self, caches: list[KVCache]) -> None:
+        """The rows of these caches, one after the other, become the rows of this empty one."""
+        self.lengths = [length for cache in caches for length in cache.lengths]
+        assert len(self.lengths) == self.batch_size, (len(self.lengths), self.batch_size)
+        width = max(self.lengths) if not self.is_single else self.max_length
+        for name in ("keys", "values"):
+            for layer in range(len(self.keys)):
+                parts = [getattr(cache, name)[layer][:, :, : max(cache.lengths)] for cache in caches]
+                stored = parts[0].new_zeros(self.batch_size, parts[0].shape[1], width, parts[0].shape[3])
+                for rows, part in zip(stored.split([len(part) for part in parts]), parts, strict=True):
+                    rows[:, :, : part.shape[2]] = part
+                getattr(self, name)[layer] = stored
+
     def place(
         self, n: int, device: torch.device, positions: Tensor | None = None, mask: Tensor | None = None
     ) -> Append:

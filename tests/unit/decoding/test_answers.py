@@ -159,7 +159,7 @@ def test_files_edited_by_hand(target, tmp_path):
     first = answer_prompts(target, PROMPTS[:1], path, CONFIG)
     row = json.loads(path.read_text()) | {"spans": [], "finished": []}
     path.write_text(json.dumps(row) + "\n")
-    path.with_suffix(".minutes.json").write_text("")
+    path.with_suffix(".budget.json").write_text("")
     assert answer_prompts(target, PROMPTS[:1], path, CONFIG) == first
     path.with_suffix(".key.json").write_text("{")
     with pytest.raises(UserError, match="was made with target = None"):
