@@ -9,6 +9,7 @@ from specdraft.config import UserError
 from specdraft.data.chat import follow_up, render_prompt
 from specdraft.data.source import Online, run_target
 from specdraft.data.tasks import Prompt
+from specdraft.decoding import answers
 from specdraft.decoding.answers import AnswerConfig, answer_prompts, estimate_answers, read_parts
 from specdraft.decoding.generate import autoregressive_generate
 from specdraft.models.target import TargetModel
@@ -223,3 +224,23 @@ def test_a_budget_of_minutes(target, tmp_path, monkeypatch):
     assert answered(1.2) == ["0", "1", "2", "3"]
     assert answered(1.2) == ["0", "1", "2", "3"]
     assert answered(None) == [prompt.id for prompt in prompts]
+
+
+@pytest.mark.parametrize("lengths", [[5], [60, 61, 62, 300], list(range(20, 420, 4)), [100] * 40, [1, 1, 1, 900]])
+def test_prefills_have_little_padding(lengths):
+    """Every row is in one part; a part has at most a tenth of padding, unless it is small."""
+    parts = [lengths[part] for part in answers._parts(lengths, torch.device("cpu"))]
+    assert [length for part in parts for length in part] == lengths
+    for part in parts:
+        padded = len(part) * max(part)
+        assert padded <= answers.FEW_TOKENS or padded - sum(part) <= answers.PADDING * padded or len(part) == 1
+    assert [lengths] == [lengths[part] for part in answers._parts(lengths, torch.device("meta"))]
+
+
+def test_the_last_group_is_what_still_fits(target, tmp_path, monkeypatch):
+    """The first two prompts took a minute, so 2.6 minutes pay for three more of the same length."""
+    seconds = iter([0, 60, 60, 150])
+    monkeypatch.setattr("specdraft.decoding.answers.time.perf_counter", lambda: next(seconds))
+    prompts = [Prompt(str(i), "chat", (f"Question {i}?",)) for i in range(9)]
+    config = AnswerConfig(max_new_tokens=4, batch_size=2, max_minutes=2.6)
+    assert len(answer_prompts(target, prompts, tmp_path / "a.jsonl", config)) == 5
