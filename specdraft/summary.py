@@ -6,6 +6,7 @@ It knows nothing of how the figures were made.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,8 +50,12 @@ def training_estimate(
     epoch = (per_row + 2 * sampled * target.head_weight.numel()) * supervised
     states_gb = tokens * (len(target.tap_layers) + 1) * target.hidden_size * target.dtype.itemsize / 1e9
     held_gb = min(states_gb, cache_gb) if cache_gb is not None else 0.0
-    passes = 0 if cache_gb is None else (config.epochs or 1) if states_gb > cache_gb else 1
-    seconds = 2 * (epoch * (config.epochs or 1) + 2 * target_parameters * tokens * passes) / product_speed(target)
+    epochs = config.epochs or math.inf
+    if config.max_steps is not None:
+        epochs = min(epochs, config.max_steps * config.accumulation * config.tokens_per_batch / tokens)
+    epochs = epochs if math.isfinite(epochs) else 1  # limited by minutes alone
+    passes = 0 if cache_gb is None else epochs if states_gb > cache_gb else 1
+    seconds = 2 * (epoch * epochs + 2 * target_parameters * tokens * passes) / product_speed(target)
     limits = f", at most {config.max_minutes:g} by train.max_minutes" if config.max_minutes else ""
     state_gb = 12 * parameters / 1e9
     return (
@@ -61,8 +66,8 @@ def training_estimate(
 
 
 def product_speed(target: TargetModel, size: int = 1024) -> float:
-    """Floating-point operations a second of a square matrix product in the target's dtype."""
-    matrix = torch.randn(size, size, dtype=target.dtype, device=target.device)
+    """Floating-point operations a second of a square matrix product in the dtype that training multiplies in."""
+    matrix = torch.randn(size, size, dtype=target.compute_dtype, device=target.device)
     seconds = []
     for _ in range(5):
         start = time.perf_counter()
