@@ -1,7 +1,7 @@
 """The target answers prompts, many at a time: the text that a drafter should learn is the text that its target writes.
 
-Prompts are batched by length. Rows that have ended leave the batch, so that the rest go faster. Every finished batch is
-appended to answers.jsonl: an interrupted run goes on where it stopped. It knows nothing of drafters or training.
+Prompts are batched by length; a row whose answer has ended takes the next prompt. Every answer is appended to answers.jsonl: an
+interrupted run goes on where it stopped. It knows nothing of drafters or training.
 
 Letters: B rows of a batch, V target vocabulary.
 """
@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import time
+from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -27,15 +28,14 @@ from specdraft.data.chat import AnswerRow, Example, follow_up, read_answers, ren
 from specdraft.data.source import States
 from specdraft.data.tasks import Prompt
 from specdraft.decoding.sampling import Sampling, draw
-from specdraft.models.cache import KVCache
-from specdraft.models.target import Step, TargetModel
+from specdraft.models.target import TargetModel
 from specdraft.provenance import atomic_path, hash_json, sole_writer, write_json
 
 Keep = Callable[[Example, States], None]
-GROUP = 2  # batches of similar length are cut from so many batches' worth of prompts, where time is limited
-PADDING = 0.1
-FEW_TOKENS = 128
-COMPACT = 0.85  # rows leave a batch together, when this share of them is left: leaving copies keys and values
+GROUP = 4  # batches of similar length are cut from so many batches' worth of prompts, where time is limited
+PADDING = 0.1  # share of the tokens that are prefilled together
+FEW_TOKENS = 128  # on a CPU; padding that makes so few is let be
+COMPACT = 0.85  # places are filled again, or given up, when this share of them is left
 
 
 @dataclass
@@ -74,6 +74,9 @@ class Conversation:
     turn: int
     spans: list[list[int]]
     finished: list[bool]
+
+    def length(self) -> int:
+        return len(self.input_ids)
 
     def row(self) -> AnswerRow:
         return AnswerRow(self.prompt.id, self.prompt.category, self.input_ids, self.spans, self.finished)
@@ -126,23 +129,31 @@ def _answer_group(
     file: TextIO,
     bar: tqdm,
 ) -> int:
-    """Answer all of `waiting`, longest first, so that the memory it takes is known at once. Adds to `rows` and `file`; returns tokens."""
+    """Answer all of `waiting`, shortest first. Adds to `rows` and `file`; returns tokens."""
     tokens = 0
-    while waiting:
-        waiting.sort(key=lambda conversation: len(conversation.input_ids))
-        batch, waiting = waiting[-config.batch_size :], waiting[: -config.batch_size]
-        for conversation, states in _answer_batch(target, batch, config, keep is not None):
+    waiting = sorted(waiting, key=Conversation.length)
+    batch = _Batch(target, config, min(config.batch_size, len(waiting)), keep is not None)
+    while waiting or batch.live():
+        if waiting and len(batch.free()) >= max(1, (1 - COMPACT) * len(batch.places)):
+            count = len(batch.free())
+            ended = batch.admit(waiting[:count])
+            waiting = waiting[count:]
+        else:
+            ended = batch.step()
+        for conversation, states in ended:
             if conversation.finished[-1] and _next_turn(target, conversation, config):
-                waiting.append(conversation)
+                insort(waiting, conversation, key=Conversation.length)
                 continue
             row = conversation.row()
             rows[row.id] = row
             file.write(row.to_json() + "\n")
+            file.flush()
             tokens += sum(end - start for start, end in row.spans)
             if keep is not None:
                 keep(row.example(), states)
             bar.update()
-        file.flush()
+        if not waiting:
+            batch.compact()
     return tokens
 
 
@@ -175,60 +186,102 @@ def _cost(conversation: Conversation, config: AnswerConfig) -> int:
     return len(conversation.input_ids) + config.max_new_tokens
 
 
-@torch.inference_mode()
-def _answer_batch(
-    target: TargetModel, batch: list[Conversation], config: AnswerConfig, with_states: bool
-) -> list[tuple[Conversation, States | None]]:
-    """One turn of every conversation of the batch: prefill together, then one token a row and step."""
-    for conversation in batch:
-        conversation.spans.append([len(conversation.input_ids)] * 2)
+Ended = list[tuple[Conversation, "States | None"]]
+
+
+class _Batch:
+    """Conversations that are answered together, one in each place. A place whose answer has ended takes the next conversation.
+
+    places: what is in each row of the cache; None = nothing.
+    """
+
+    def __init__(self, target: TargetModel, config: AnswerConfig, size: int, with_states: bool):
+        self.target, self.config, self.with_states = target, config, with_states
+        self.cache = target.new_cache(
+            max(size, 2), target.max_positions
+        )  # of one row it would take all its memory at once
+        self.places: list[_Answer | None] = [None] * max(size, 2)
+
+    def live(self) -> list[int]:
+        return [place for place, answer in enumerate(self.places) if answer is not None]
+
+    def free(self) -> list[int]:
+        return [place for place, answer in enumerate(self.places) if answer is None]
+
+    def compact(self) -> None:
+        """Give up free places, once there are enough of them: it copies keys and values."""
+        live = self.live()
+        if live and len(live) <= COMPACT * len(self.places):
+            self.cache.select(live)
+            self.places = [self.places[place] for place in live]
+
+    @torch.inference_mode()
+    def admit(self, conversations: list[Conversation]) -> Ended:
+        """Run the texts so far, those of similar length together, and sample the first token of each answer. At most as many
+        conversations as places are free. Returns those that have ended with it."""
+        lengths, free, ended = [conversation.length() for conversation in conversations], self.free(), []
+        for part in _parts(lengths, self.target.device):
+            own, places = lengths[part], free[part]
+            ids = torch.zeros(len(own), max(own), dtype=torch.int64)
+            for row, conversation in zip(ids, conversations[part], strict=True):
+                row[: conversation.length()] = torch.tensor(conversation.input_ids)
+            cache = self.target.new_cache(len(own), max(own))
+            step = self.target.forward(
+                ids.to(self.target.device), cache, counts=own, want_taps=self.with_states, logits_for="last"
+            )
+            self.cache.fill(places, cache)
+            for b, (place, conversation) in enumerate(zip(places, conversations[part], strict=True)):
+                answer = _Answer(conversation, _generator(conversation, self.config))
+                if self.with_states:
+                    answer.states = [(step.taps[b, : own[b]], step.last[b, : own[b]])]
+                self.places[place] = answer
+            ended += self._sample(places, step.logits[:, 0])
+        return ended
+
+    @torch.inference_mode()
+    def step(self) -> Ended:
+        """One more token of every answer. Returns those that have ended with it."""
+        live = self.live()
+        last = [0 if answer is None else answer.conversation.input_ids[-1] for answer in self.places]
+        counts = [int(answer is not None) for answer in self.places]
+        column = torch.tensor(last, device=self.target.device)[:, None]
+        step = self.target.forward(column, self.cache, counts=counts, want_taps=self.with_states, logits_for="last")
+        if self.with_states:
+            for place in live:
+                self.places[place].states.append((step.taps[place], step.last[place]))
+        return self._sample(live, step.logits[live, 0])
+
+    def _sample(self, places: list[int], logits: Tensor) -> Ended:
+        """logits [n, V] -> the next token of the answers in n places; those that end with it leave."""
+        ended = []
+        tokens = _draw(logits, [self.places[place].generator for place in places], self.config.sampling)
+        for place, token in zip(places, tokens, strict=True):
+            conversation = self.places[place].conversation
+            conversation.input_ids.append(token)
+            conversation.spans[-1][1] += 1
+            conversation.finished[-1] = token in self.target.eos_token_ids
+            start, end = conversation.spans[-1]
+            if conversation.finished[-1] or end - start == self.config.max_new_tokens:
+                ended.append((conversation, self._states(self.places[place])))
+                self.places[place] = None
+        return ended
+
+    def _states(self, answer: _Answer) -> States | None:
+        """Of every token. The last one was never run: its state is zero, and no row is trained that would read it."""
+        if not self.with_states:
+            return None
+        taps, last = (torch.cat([*parts, torch.zeros_like(parts[0][:1])]) for parts in zip(*answer.states, strict=True))
+        return States(taps.to(self.target.dtype), last.to(self.target.dtype))
+
+
+class _Answer:
+    """One turn of a conversation while it is written. states: taps and last states of the tokens that were run, in parts."""
+
+    def __init__(self, conversation: Conversation, generator: torch.Generator | None):
+        self.conversation, self.generator = conversation, generator
+        self.states: list[tuple[Tensor, Tensor]] = []
+        conversation.spans.append([conversation.length()] * 2)
         conversation.finished.append(False)
-    logits, prefilled, cache = _prefill(target, batch, config.max_new_tokens, with_states)
-    generators = [_generator(conversation, config) for conversation in batch]
-    live = list(range(len(batch)))  # batch index of every row of the cache
-    ran: list[tuple[Step, list[int]]] = []
-    for count in range(1, config.max_new_tokens + 1):
-        tokens = _sample(logits, [generators[b] for b in live], config.sampling)
-        for b, token in zip(live, tokens, strict=True):
-            if not batch[b].finished[-1]:
-                batch[b].input_ids.append(token)
-                batch[b].finished[-1] = token in target.eos_token_ids
-        keep = [row for row, b in enumerate(live) if not batch[b].finished[-1]]
-        if not keep or count == config.max_new_tokens:
-            break
-        if len(keep) <= COMPACT * len(live):
-            cache.select(keep)
-            live, tokens = [live[row] for row in keep], [tokens[row] for row in keep]
-        column = torch.tensor(tokens, device=target.device)[:, None]
-        step = target.forward(column, cache, want_taps=with_states, logits_for="last")
-        logits = step.logits[:, 0]
-        ran.append((step, live))
-    for conversation in batch:
-        conversation.spans[-1][1] = len(conversation.input_ids)
-    states = _collect_states(batch, prefilled, ran, target.dtype) if with_states else [None] * len(batch)
-    return list(zip(batch, states, strict=True))
-
-
-def _prefill(
-    target: TargetModel, batch: list[Conversation], room: int, with_states: bool
-) -> tuple[Tensor, list[dict[str, Tensor]], KVCache]:
-    """Run the texts so far, parts of similar length together. Returns the logits after each [B, V], the taps and last states
-    of each, and a cache of all with room for so many more tokens."""
-    lengths = [len(conversation.input_ids) for conversation in batch]
-    logits, states, caches = [], [], []
-    for part in _parts(lengths, target.device):
-        own = lengths[part]
-        ids = torch.zeros(len(own), max(own), dtype=torch.int64)
-        for row, conversation in zip(ids, batch[part], strict=True):
-            row[: len(conversation.input_ids)] = torch.tensor(conversation.input_ids)
-        caches.append(target.new_cache(len(own), max(own)))
-        step = target.forward(ids.to(target.device), caches[-1], counts=own, want_taps=with_states, logits_for="last")
-        logits.append(step.logits[:, 0])
-        if with_states:
-            states += [{"taps": step.taps[b, :length], "last": step.last[b, :length]} for b, length in enumerate(own)]
-    cache = target.new_cache(len(batch), max(lengths) + room)
-    cache.join(caches)
-    return torch.cat(logits), states, cache
 
 
 def _parts(lengths: list[int], device: torch.device) -> Iterator[slice]:
@@ -244,24 +297,7 @@ def _parts(lengths: list[int], device: torch.device) -> Iterator[slice]:
             start = end
 
 
-def _collect_states(
-    batch: list[Conversation], prefilled: list[dict[str, Tensor]], ran: list[tuple[Step, list[int]]], dtype: torch.dtype
-) -> list[States]:
-    """Every row's states: of the prefill, then from one forward pass a token, each with the batch indices of its rows. The
-    last token of a row was never run; its state is zero, and no row is trained that would read it."""
-    places = [{b: row for row, b in enumerate(live)} for _, live in ran]
-    found = []
-    for b, conversation in enumerate(batch):
-        start, end = conversation.spans[-1]
-        parts = {}
-        for name, prefill in prefilled[b].items():
-            steps = [getattr(ran[i][0], name)[places[i][b]] for i in range(end - start - 1)]
-            parts[name] = torch.cat([prefill, *steps, torch.zeros_like(prefill[:1])]).to(dtype)
-        found.append(States(**parts))
-    return found
-
-
-def _sample(logits: Tensor, generators: list[torch.Generator | None], sampling: Sampling) -> list[int]:
+def _draw(logits: Tensor, generators: list[torch.Generator | None], sampling: Sampling) -> list[int]:
     """logits [B, V] -> one token a row."""
     if sampling.greedy:
         return logits.max(-1).indices.tolist()

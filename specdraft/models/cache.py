@@ -79,18 +79,18 @@ class KVCache:
         self.batch_size = len(rows)
 
     @torch.inference_mode()
-    def join(self, caches: list[KVCache]) -> None:
-        """The rows of these caches, one after the other, become the rows of this empty one."""
-        self.lengths = [length for cache in caches for length in cache.lengths]
-        assert len(self.lengths) == self.batch_size, (len(self.lengths), self.batch_size)
-        width = max(self.lengths) if not self.is_single else self.max_length
-        for name in ("keys", "values"):
-            for layer in range(len(self.keys)):
-                parts = [getattr(cache, name)[layer][:, :, : max(cache.lengths)] for cache in caches]
-                stored = parts[0].new_zeros(self.batch_size, parts[0].shape[1], width, parts[0].shape[3])
-                for rows, part in zip(stored.split([len(part) for part in parts]), parts, strict=True):
-                    rows[:, :, : part.shape[2]] = part
-                getattr(self, name)[layer] = stored
+    def fill(self, rows: list[int], other: KVCache) -> None:
+        """These rows become those of another cache of the same model; what was in them is lost."""
+        width = max(other.lengths)
+        slots = -(-width // BLOCK) * BLOCK
+        for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
+            for layer, new in enumerate(theirs):
+                if mine[layer] is None or mine[layer].shape[2] < width:
+                    like = new[:1].expand(self.batch_size, -1, -1, -1).transpose(1, 2)
+                    mine[layer] = self._allocate(mine[layer], like, slots)
+                mine[layer][rows, :, :width] = new[:, :, :width]
+        lengths = dict(zip(rows, other.lengths, strict=True))
+        self.lengths = [lengths.get(row, length) for row, length in enumerate(self.lengths)]
 
     def place(
         self, n: int, device: torch.device, positions: Tensor | None = None, mask: Tensor | None = None
