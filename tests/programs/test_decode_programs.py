@@ -194,7 +194,7 @@ def test_the_benchmark_of_the_target_that_drafts_for_itself(workdir):
     flags = [
         *("--drafters", "sparse_self", "low", "--length", "fixed", "entropy", "expected_speedup", "--output=self"),
         *("--trees", "chain", "eagle2", "--temperatures", "0", "1", "--batches", "1", "2", "--repeats=1"),
-        *("--policies.sparse.recent=8", "--policies.sparse.budget=0.2", "--cost-tokens=40"),
+        *("--policies.sparse.recent=8", "--policies.sparse.budget=0.2", "--cost-prompts=4", "--cost-tokens=64"),
     ]
     done = bench(workdir, *flags)
     assert done.returncode == 0, done.stderr

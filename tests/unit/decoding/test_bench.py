@@ -202,7 +202,7 @@ def test_costs_are_measured_on_prompts_as_long_as_the_requests():
     assert len(short) == 3
     requests = [bench.Request(f"q{i}", "x", [5] * length) for i, length in enumerate((40, 3000, 3500))]
     long = bench.cost_prompts(target, requests, 2, 24)
-    assert [2500 < len(prompt) <= 3000 for prompt in long] == [True, True]
+    assert [2000 < len(prompt) <= 3000 for prompt in long] == [True, True]
     assert long[0] not in bench.documents(target, 2, 3000, seed=0)
 
 
@@ -278,7 +278,7 @@ def test_the_target_that_drafts_for_itself_is_a_contender(tmp_path, monkeypatch)
     assert make_entries(target, drafters, hashes, *names, *options) == {}
 
 
-@pytest.mark.parametrize("length", ["fixed", "entropy", "expected_speedup"])
+@pytest.mark.parametrize("length", ["fixed", "entropy"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_numbers_of_the_target_that_drafts_for_itself(tmp_path, length, temperature):
     """On all positions every draft is accepted, so that tau, hindsight and match rate are known."""
@@ -286,7 +286,7 @@ def test_the_numbers_of_the_target_that_drafts_for_itself(tmp_path, length, temp
     target.eos_token_ids = ()
     settings = PolicyConfig(drafted=3, most=4, sparse=SparseSelfConfig(budget=1.0, longest=4))
     places = (Path(contenders.SPARSE_SELF),)
-    measuring = CostConfig(tmp_path / "costs", [list(range(40, 60)), list(range(50, 80))], 40)
+    measuring = CostConfig(tmp_path / "costs", [list(range(40, 60)), list(range(50, 80))], 120)
     drafters, hashes = contenders.load_drafters(places, target, settings)
     entries = make_entries(target, drafters, hashes, ["all"], [length], ["chain"], settings, temperature, 1, measuring)
     ((name, entry),) = entries.items()
