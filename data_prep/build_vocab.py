@@ -39,6 +39,7 @@ from specdraft.decoding.head_times import HeadTimes, cached_head_times
 from specdraft.models.heads import HeadConfig
 from specdraft.models.initialise import DrafterConfig, eagle3_config
 from specdraft.models.target import TargetModel
+from specdraft.provenance import require_no_folder, require_writable
 
 
 @dataclass
@@ -94,7 +95,8 @@ def main(config: VocabConfig) -> None:
 
 
 def check(config: VocabConfig) -> None:
-    """What does not go together. Raises UserError."""
+    """What does not go together, and what could not be written in the end. Raises UserError."""
+    require_no_folder(config.output, "output")
     counted = [*config.answers, *config.corpus, *config.counts]
     if bool(counted) == (config.freq_list is not None):
         got = "both counts and freq_list" if counted else "nothing to count"
@@ -104,6 +106,9 @@ def check(config: VocabConfig) -> None:
     needs_answers = config.frontier is not None or (config.choose != "size" and config.freq_list is not None)
     if needs_answers and not (config.held_out or config.answers):
         raise UserError(f"choose {config.choose}, frontier: need answers to measure coverage on; give held_out")
+    require_writable(config.output.parent, "output")
+    if config.frontier is not None:
+        require_writable(config.frontier, "frontier")
 
 
 def held_out_ids(config: VocabConfig) -> list[str] | None:

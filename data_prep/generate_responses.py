@@ -35,7 +35,7 @@ class ResponsesConfig:
 def main(config: ResponsesConfig) -> None:
     prompts = read_prompts(config.prompts)[: config.max_prompts]
     target = TargetModel.load(config.target, dtype=getattr(torch, config.dtype), device=config.device)
-    print(estimate_answers(target, prompts, config.generate))
+    print(estimate_answers(target, prompts, config.generate, config.answers))
     rows = answer_prompts(target, prompts, config.answers, config.generate)
     tokens = sum(end - start for row in rows for start, end in row.spans)
     finished = sum(row.finished[-1] for row in rows)

@@ -19,8 +19,9 @@ from typing import Any
 import datasets
 from tqdm import tqdm
 
-from specdraft.config import UserError, run_program
+from specdraft.config import UserError, require_positive, run_program
 from specdraft.data.tasks import Prompt, builtin_prompts, deduplicate, mix, read_prompts, split_held_out, write_prompts
+from specdraft.provenance import require_no_folder
 
 USER_ROLES = ("user", "human")
 
@@ -45,15 +46,34 @@ class PromptsConfig:
 
 
 def main(config: PromptsConfig) -> None:
+    parts = check(config)
     sources = [deduplicate(read_source(source, config)) for source in config.source]
     prompts = distinct_ids(deduplicate(mix(sources, config.weights))[: config.max_prompts])
     train, held_out = split_held_out(prompts, config.held_out_every)
-    parts = {"": prompts, ".train": train, ".held_out": held_out}
-    for suffix, part in parts.items():
-        write_prompts(config.output.with_suffix(f"{suffix}.jsonl"), part)
+    for path, part in zip(parts, (prompts, train, held_out), strict=True):
+        write_prompts(path, part)
     counts = Counter(prompt.category for prompt in prompts)
     print(f"{config.output}: {len(prompts)} prompts, {len(train)} for training, {len(held_out)} held out")
     print("; ".join(f"{category} {count}" for category, count in counts.most_common()))
+
+
+def check(config: PromptsConfig) -> list[Path]:
+    """The three files that are written. Raises UserError for settings outside their range, and for a file that would be lost."""
+    require_positive({"max_rows": config.max_rows, "max_prompts": config.max_prompts})
+    if config.held_out_every < 2:
+        raise UserError(
+            f"held_out_every: got {config.held_out_every}, allowed: 2 or more: one prompt in so many is held out"
+        )
+    if not config.source:
+        raise UserError("source: got none; give builtin, JSONL files, or data sets (hub:org/name)")
+    if config.output.suffix != ".jsonl":
+        raise UserError(f"output: got {config.output}, allowed: a path that ends with .jsonl")
+    parts = [config.output.with_suffix(f"{part}.jsonl") for part in ("", ".train", ".held_out")]
+    for path in parts:
+        require_no_folder(path, "output")
+        if path.resolve() in {Path(source).resolve() for source in config.source}:
+            raise UserError(f"output: {path} would take the place of a source, which would be lost; give another path")
+    return parts
 
 
 def read_source(source: str, config: PromptsConfig) -> list[Prompt]:
@@ -87,7 +107,7 @@ def hub_prompts(name: str, config: PromptsConfig) -> Iterator[Prompt]:
     for number, row in enumerate(tqdm(guarded(rows, name, config), desc=name, unit="row")):
         turns, system = user_turns(row[column])
         if turns:
-            yield Prompt(f"{name}/{number}", row.get("category") or Path(name).name, tuple(turns), system)
+            yield Prompt(f"{name}/{number}", str(row.get("category") or Path(name).name), tuple(turns), system)
         else:
             skipped += 1
     print(f"{name}: {skipped} rows skipped, without a user text in column {column}")

@@ -2,6 +2,7 @@
 
 python eval/bench.py --drafters runs/slimspec/drafter --prompts spec_bench.jsonl --output bench
 python eval/bench.py --drafters runs/full/drafter runs/slimspec/drafter --vocab all nanospec --length fixed svip
+python eval/bench.py --drafters sparse_self --length fixed entropy --prompts long.jsonl --policies.sparse.budget 0.1
 
 Prompts are JSONL in our format, MT-bench's or Spec-Bench's; every turn of a conversation is a request. A cell is a task at a
 temperature and batch size; the target alone and all contenders go through it batch by batch, in turning order, `repeats` times, with all
@@ -13,36 +14,43 @@ number (docs/how-to-bench.md).
 from __future__ import annotations
 
 import itertools
-import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
-from specdraft.config import UserError, config_to_dict, run_program
-from specdraft.data.chat import render_prompt
+from specdraft.config import config_to_dict, require_positive, require_seed, require_some, run_program
 from specdraft.data.tasks import Prompt, builtin_prompts, read_prompts, split_held_out
 from specdraft.decoding import bench
-from specdraft.decoding.contenders import CostConfig, Entry, PolicyConfig, check_names, make_entries
+from specdraft.decoding.contenders import (
+    CostConfig,
+    Entry,
+    PolicyConfig,
+    check_drafters,
+    check_names,
+    load_drafters,
+    make_entries,
+)
 from specdraft.decoding.measure import BUSY, TARGET_ALONE
-from specdraft.models.checkpoint import load_drafter, read_config
+from specdraft.decoding.sampling import Sampling
 from specdraft.models.target import TargetModel
-from specdraft.provenance import atomic_path, hash_file, hash_json, machine, provenance, write_json
-
-ALL_TASKS = "all"
+from specdraft.provenance import hash_json, machine, provenance, read_json, require_writable, write_json
 
 
 @dataclass
 class BenchConfig:
-    """drafters: checkpoint folders.   target: as the recipes take it.   prompts: a JSONL file; `builtin` = held-out built-in
-    prompts.   tasks: only these; none = all.   per_task: the first n prompts of each; None = all.   vocab, length: names of
-    policies (VOCAB_POLICIES, LENGTH_POLICIES).   trees: `chain`, `eagle2` (which takes no length policy).   batches: requests
-    decoded together.   cost_prompts, cost_tokens: held-out built-in prompts on which T_draft and T_verify are measured, once, and
-    new tokens of each.   threads: None = as torch has it."""
+    """drafters: checkpoint folders, and `sparse_self`: the target drafts for itself (policies.sparse; chains, batch 1).   target:
+    as the recipes take it.   prompts: a JSONL file; `builtin` = held-out built-in prompts.   tasks: only these; none = all.   per_task:
+    the first n prompts of each; None = all.   vocab, length: names of policies (VOCAB_POLICIES, LENGTH_POLICIES).   trees: `chain`,
+    `eagle2` (which takes no length policy).   batches: requests decoded together.   cost_prompts, cost_tokens: prompts on which T_draft
+    and T_verify are measured, once, and new tokens of each: held-out built-in ones, or generated documents where the requests are
+    longer than those.   threads: None = as torch has it."""
 
     drafters: tuple[Path, ...] = ()
     target: str = "default"
-    dtype: str = "bfloat16"
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     device: str = "cpu"
     threads: int | None = None
     output: Path = Path("bench")
@@ -77,60 +85,50 @@ class Run:
 
 
 def main(config: BenchConfig) -> None:
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    if not config.drafters or min(config.repeats, *config.batches) < 1:
-        raise UserError(
-            f"drafters, repeats, batches: got {len(config.drafters)}, {config.repeats}, {config.batches}, allowed: 1 or more of each"
-        )
-    check_names(config.policies, config.vocab, config.length, config.trees)
-    for folder in config.drafters:
-        read_config(folder)
-    run = prepare(config, choose_prompts(config))
+    check(config)
+    torch.set_num_threads(config.threads or torch.get_num_threads())
+    prompts = split_held_out(builtin_prompts())[1] if config.prompts == "builtin" else read_prompts(config.prompts)
+    run = prepare(config, bench.choose_prompts(prompts, config.tasks, config.per_task))
     tasks = sorted({request.task for request in run.requests})
     for repeat, how, task in itertools.product(range(config.repeats), run.cells, tasks):
         run_cell(run, how, task, repeat)
         if repeat + 1 == config.repeats:
             write_results(run, how, tasks)
-    print_table(config.output / "results.jsonl")
+    print_table(list(read_results(config.output).values()))
+
+
+def check(config: BenchConfig) -> None:
+    """All that can be said before a target is there. Raises UserError."""
+    names = ("drafters", "vocab", "length", "trees", "temperatures", "batches")
+    require_some({name: getattr(config, name) for name in names})
+    names = ("threads", "per_task", "repeats", "max_new_tokens", "cost_prompts", "cost_tokens")
+    require_positive({name: getattr(config, name) for name in names} | {"batches": min(config.batches)})
+    require_seed(config.seed)
+    for temperature in config.temperatures:
+        Sampling(temperature)
+    check_names(config.policies, config.vocab, config.length, config.trees)
+    check_drafters(config.drafters, config.policies, config.trees, config.batches)
+    read_results(config.output)
+    require_writable(config.output, "output")
 
 
 def prepare(config: BenchConfig, prompts: list[Prompt]) -> Run:
     """Target, drafters, requests and contenders, costs measured."""
     target = TargetModel.load(config.target, dtype=getattr(torch, config.dtype), device=config.device)
-    drafters = {str(folder): load_drafter(folder, target) for folder in config.drafters}
-    hashes = {place: hash_file(Path(place) / "model.safetensors") for place in drafters}
+    drafters, hashes = load_drafters(config.drafters, target, config.policies)
     answers = config.output / f"answers-{hash_json([target.hash, config.max_new_tokens, str(target.dtype)])}.jsonl"
     requests, left_out = bench.make_requests(target, prompts, config.max_new_tokens, answers)
-    print(
-        f"{len(requests)} requests of {len(prompts)} prompts; {left_out} turns left out: too long for the target's context"
-    )
-    measuring = CostConfig(config.output / "costs", cost_prompts(config, target), config.cost_tokens, config.seed)
+    print(f"{len(requests)} requests of {len(prompts)} prompts; {left_out} turns left out: too long for the target")
+    given = bench.cost_prompts(target, requests, config.cost_prompts, config.cost_tokens)
+    measuring = CostConfig(config.output / "costs", given, config.cost_tokens, config.seed)
     names = (config.vocab, config.length, config.trees)
     cells = {
         how: make_entries(target, drafters, hashes, *names, config.policies, *how, measuring)
         for how in itertools.product(config.temperatures, config.batches)
     }
-    return Run(config, target, requests, left_out, cells)
-
-
-def choose_prompts(config: BenchConfig) -> list[Prompt]:
-    prompts = split_held_out(builtin_prompts())[1] if config.prompts == "builtin" else read_prompts(config.prompts)
-    known = list(dict.fromkeys(prompt.category for prompt in prompts))
-    if unknown := set(config.tasks) - set(known):
-        raise UserError(f"tasks: got {', '.join(sorted(unknown))}, allowed: {', '.join(known)}")
-    chosen = []
-    for task in config.tasks or known:
-        chosen += [prompt for prompt in prompts if prompt.category == task][: config.per_task]
-    return chosen
-
-
-def cost_prompts(config: BenchConfig, target: TargetModel) -> list[list[int]]:
-    """Held-out built-in prompts that leave room for an answer."""
-    held_out = reversed(split_held_out(builtin_prompts())[1])
-    ids = (render_prompt(target.tokenizer, [{"role": "user", "content": prompt.turns[0]}]) for prompt in held_out)
-    room = target.max_positions - config.cost_tokens
-    return list(itertools.islice((prompt for prompt in ids if len(prompt) <= room), config.cost_prompts))
+    for batch in sorted({how[1] for how, entries in cells.items() if not entries}):
+        print(f"left out: batches of {batch}, in which no drafter can take part")
+    return Run(config, target, requests, left_out, {how: entries for how, entries in cells.items() if entries})
 
 
 def run_cell(run: Run, how: tuple[float, int], task: str, repeat: int) -> None:
@@ -139,9 +137,8 @@ def run_cell(run: Run, how: tuple[float, int], task: str, repeat: int) -> None:
     if path.exists():
         return
     sides = {name: entry.side for name, entry in run.cells[how].items()}
-    print(
-        f"repeat {repeat + 1}, T = {temperature}, B = {batch}, {task}: {len(requests)} requests, {len(sides)} contenders"
-    )
+    count = f"{len(requests)} requests, {len(sides)} contenders"
+    print(f"repeat {repeat + 1}, T = {temperature}, B = {batch}, {task}: {count}")
     decoding = bench.Decoding(run.config.max_new_tokens, temperature, run.config.seed, batch)
     write_json(path, bench.run_repeat(run.target, sides, requests, decoding, turn=repeat))
 
@@ -151,21 +148,21 @@ def unit_path(run: Run, how: tuple[float, int], task: str, repeat: int) -> Path:
     what = [entry.what for entry in run.cells[how].values()]
     inputs = [request.input_ids for request in run.of_task(task)]
     setting = [how, run.config.max_new_tokens, run.config.seed, run.target.hash, str(run.target.dtype), machine()]
-    name = f"{task}-T{how[0]}-B{how[1]}-{hash_json([what, inputs, setting])}-{repeat}.json"
+    shown = re.sub(r"[^\w.-]+", "_", task)[:60]  # whoever wrote the prompts named it
+    name = f"{shown}-T{how[0]}-B{how[1]}-{hash_json([what, inputs, setting])}-{repeat}.json"
     return run.config.output / "raw" / name
 
 
 def write_results(run: Run, how: tuple[float, int], tasks: list[str]) -> None:
     """Lines of all cells that are whole, and of all tasks together; those of other configurations stay as they are."""
-    path = run.config.output / "results.jsonl"
-    lines = {line["key"]: line for line in map(json.loads, path.read_text().splitlines())} if path.exists() else {}
+    path, lines = run.config.output / "results.jsonl", read_results(run.config.output)
     cells = {}
     for task in tasks:
         places = [unit_path(run, how, task, repeat) for repeat in range(run.config.repeats)]
         if all(place.exists() for place in places):
-            cells[task] = [json.loads(place.read_text()) for place in places]
+            cells[task] = [read_json(place, "output", "remove it, and it is measured again") for place in places]
     if len(cells) == len(tasks) > 1:
-        cells[ALL_TASKS] = bench.pooled([cells[task] for task in tasks])
+        cells[bench.ALL_TASKS] = bench.pooled([cells[task] for task in tasks])
     config = {**config_to_dict(run.config), "target_hash": run.target.hash, "left_out": run.left_out}
     for (task, repeats), (name, entry) in itertools.product(
         cells.items(), {TARGET_ALONE: None, **run.cells[how]}.items()
@@ -176,12 +173,18 @@ def write_results(run: Run, how: tuple[float, int], tasks: list[str]) -> None:
         found = bench.cell_numbers(repeats, name, costs, entry and entry.full_head)
         key = hash_json([cell, config, machine()])
         lines[key] = {"key": key, **cell, **found, "config": config, "provenance": provenance()}
-    with atomic_path(path) as temporary:
-        temporary.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines.values()))
+    bench.write_lines(path, lines.values())
 
 
-def print_table(path: Path) -> None:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+def read_results(output: Path) -> dict[str, dict[str, Any]]:
+    """Lines by their key."""
+    lines = bench.read_lines(
+        output / "results.jsonl", ("key", "task", "temperature", "batch", "name", "others_cpu_share")
+    )
+    return {line["key"]: line for line in lines}
+
+
+def print_table(lines: list[dict[str, Any]]) -> None:
     columns = ("speedup", "speedup_low", "speedup_high", "tau", "live_rows", "coverage_draft", "hindsight_distance")
     print(f"{'task':<16}{'T':>4}{'B':>4}  {'name':<52}" + "".join(f"{column[:12]:>13}" for column in columns))
     for line in lines:

@@ -10,7 +10,9 @@ before and after (vLLM: /metrics; SGLang: /metrics with --enable-metrics, else /
 from __future__ import annotations
 
 import json
+import math
 import statistics
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -19,12 +21,12 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from specdraft.config import UserError, config_to_dict, run_program
+from specdraft.config import UserError, config_to_dict, require_positive, run_program
 from specdraft.data.chat import render_prompt
 from specdraft.data.tasks import builtin_prompts, read_prompts, split_held_out
 from specdraft.export.server import Completion, Served, complete, counters, only_model, vllm_acceptance
 from specdraft.models.default_target import default_target
-from specdraft.provenance import provenance, write_json
+from specdraft.provenance import provenance, read_json, require_no_folder, require_writable, write_json
 
 
 @dataclass
@@ -49,8 +51,9 @@ class ServeConfig:
 
 
 def main(config: ServeConfig) -> None:
-    baseline = read_baseline(config.baseline)
+    check(config)
     prompts = choose_prompts(config)
+    baseline = read_baseline(config, len(prompts))
     url = config.url.rstrip("/").removesuffix("/v1")
     model = config.model or only_model(url, config.timeout)
     options = (config.max_new_tokens, config.temperature, config.timeout)
@@ -69,10 +72,20 @@ def main(config: ServeConfig) -> None:
         print(json.dumps(record))
 
 
+def check(config: ServeConfig) -> None:
+    """All that can be said before a server is asked. Raises UserError."""
+    require_positive({name: getattr(config, name) for name in ("count", "concurrency", "max_new_tokens")})
+    if not 0 <= config.temperature < math.inf:
+        raise UserError(f"temperature: got {config.temperature}, allowed: 0 (greedy) or above")
+    if not 0 < config.timeout <= threading.TIMEOUT_MAX:
+        raise UserError(f"timeout: got {config.timeout}, allowed: above 0, in seconds")
+    if config.output is not None:
+        require_no_folder(config.output, "output")
+        require_writable(config.output.parent, "output")
+
+
 def choose_prompts(config: ServeConfig) -> list[list[int]]:
     """Token ids of the prompts."""
-    if config.concurrency < 1 or config.count < 1:
-        raise UserError(f"count, concurrency: got {config.count}, {config.concurrency}, allowed: at least 1")
     where = str(default_target()) if config.target == "default" else config.target
     try:
         tokenizer = AutoTokenizer.from_pretrained(where)
@@ -85,14 +98,27 @@ def choose_prompts(config: ServeConfig) -> list[list[int]]:
     return [render_prompt(tokenizer, [{"role": "user", "content": prompt.turns[0]}]) for prompt in chosen]
 
 
-def read_baseline(path: Path | None) -> dict[str, Any] | None:
-    if path is None:
+def read_baseline(config: ServeConfig, count: int) -> dict[str, Any] | None:
+    """Texts and rate of a run without a drafter. Raises UserError for another file, and for a run with other settings or prompts."""
+    if config.baseline is None:
         return None
-    try:
-        found = json.loads(path.read_text())
-        return {"texts": found["texts"], "tokens_per_second": found["tokens_per_second"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"baseline {path}: is not a file that --output wrote ({type(error).__name__})") from None
+    where, advice = f"baseline {config.baseline}", "give a file that --output wrote"
+    found = read_json(config.baseline, "baseline", advice, ("texts", "config", "tokens_per_second"))
+    rate = found["tokens_per_second"]
+    if not isinstance(rate, int | float) or not 0 < rate < math.inf:
+        raise UserError(f"{where}: has {rate!r} tokens per second; {advice}, of a server that answered")
+    if not isinstance(found["texts"], list) or not isinstance(found["config"], dict):
+        raise UserError(f"{where}: has no list of texts, or no settings; {advice}")
+    for name in ("max_new_tokens", "temperature", "concurrency"):
+        if found["config"].get(name) != getattr(config, name):
+            raise UserError(
+                f"{where}: was run with {name} = {found['config'].get(name)!r}, now {getattr(config, name)!r}; give both the same"
+            )
+    if len(found["texts"]) != count:
+        raise UserError(
+            f"{where}: has {len(found['texts'])} texts, this run {count}; give both the same --count and --prompts"
+        )
+    return found
 
 
 def summarise(
@@ -119,10 +145,6 @@ def summarise(
     elif served.server == "SGLang":
         served.tau = after["accept_length"]
     if baseline is not None:
-        if len(baseline["texts"]) != len(texts):
-            raise UserError(
-                f"baseline: has {len(baseline['texts'])} texts, this run {len(texts)}; give both the same --count"
-            )
         served.speedup = served.tokens_per_second / baseline["tokens_per_second"]
         served.match_rate = sum(a == b for a, b in zip(texts, baseline["texts"], strict=True)) / len(texts)
     return served

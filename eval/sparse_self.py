@@ -13,7 +13,6 @@ beside what was measured. Results lie in output/real.json and output/long.json; 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,21 +20,14 @@ from typing import Literal
 
 import torch
 
-from specdraft.config import UserError, config_to_dict, run_program
-from specdraft.data.chat import render_prompt
-from specdraft.data.long_prompts import long_prompts
+from specdraft.config import UserError, config_to_dict, require_positive, require_seed, require_some, run_program
+from specdraft.decoding import long_context
+from specdraft.decoding.bench import documents
 from specdraft.decoding.length_policies import EntropyController, Fixed
-from specdraft.decoding.long_context import (
-    RandomModel,
-    costs_of_lengths,
-    needed_positions,
-    prescribed_rounds,
-    random_target,
-)
 from specdraft.decoding.measure import BUSY, Contender, OthersCpu, measure_speedups
 from specdraft.models.sparse_self import SparseSelfConfig, SparseSelfDrafter
 from specdraft.models.target import TargetModel
-from specdraft.provenance import hash_json, machine, write_json
+from specdraft.provenance import hash_json, machine, read_json, require_writable, write_json
 
 ADAPTIVE = "adaptive"
 OTHERS = {  # settings that a part's measurements do not depend on, beyond the contexts that it is asked for
@@ -53,7 +45,7 @@ class SparseSelfEval:
 
     parts: tuple[Literal["real", "long"], ...] = ("real", "long")
     target: str = "default"
-    dtype: str = "bfloat16"
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     device: str = "cpu"
     threads: int | None = None
     output: Path = Path("runs/sparse_self")
@@ -67,25 +59,46 @@ class SparseSelfEval:
     acceptance: tuple[float, ...] = ()
     seed: int = 0
     sparse: SparseSelfConfig = field(default_factory=SparseSelfConfig)
-    random_model: RandomModel = field(default_factory=RandomModel)
+    random_model: long_context.RandomModel = field(default_factory=long_context.RandomModel)
 
 
 def main(config: SparseSelfEval) -> None:
-    if not config.budgets or not config.lengths or not all(1 <= k <= config.sparse.longest for k in config.lengths):
-        raise UserError(
-            f"budgets, lengths: got {config.budgets} and {config.lengths}, allowed: one or more of each, lengths from 1 to "
-            f"sparse.longest = {config.sparse.longest}"
-        )
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    check(config)
+    torch.set_num_threads(config.threads or torch.get_num_threads())
     if "real" in config.parts:
         target = TargetModel.load(config.target, dtype=getattr(torch, config.dtype), device=config.device)
+        if (needed := max(config.contexts) + config.max_new_tokens) > target.max_positions:
+            raise UserError(
+                f"contexts, max_new_tokens: got {needed} positions for the longest, allowed: the {target.max_positions} of the target"
+            )
         resumed(config, "real", target.hash, config.contexts, lambda context: real(target, context, config))
     if "long" in config.parts:
-        alphas, room = acceptance(config), needed_positions(config.lengths, config.rounds)
+        alphas, room = acceptance(config), long_context.needed_positions(config.lengths, config.rounds)
         options = (getattr(torch, config.dtype), config.device, config.seed)
-        target = random_target(config.random_model, max(config.long_contexts) + room, *options)
+        target = long_context.random_target(config.random_model, max(config.long_contexts) + room, *options)
         resumed(config, "long", [target.hash, alphas], config.long_contexts, lambda c: long(target, c, alphas, config))
+
+
+def check(config: SparseSelfEval) -> None:
+    """What is wrong with any part is found before the first is measured. Raises UserError."""
+    require_some({name: getattr(config, name) for name in ("parts", "budgets", "lengths", "contexts", "long_contexts")})
+    counts = {name: getattr(config, name) for name in ("prompts", "max_new_tokens", "rounds", "threads")}
+    require_positive({**counts, "contexts": min(config.contexts), "long_contexts": min(config.long_contexts)})
+    require_seed(config.seed)
+    each_budget(config)
+    if not all(1 <= k <= config.sparse.longest for k in config.lengths):
+        raise UserError(f"lengths: got {config.lengths}, allowed: from 1 to sparse.longest = {config.sparse.longest}")
+    if not all(0 <= alpha <= 1 for alpha in config.acceptance):
+        raise UserError(f"acceptance: got {config.acceptance}, allowed: shares from 0 to 1")
+    for part in config.parts:
+        read_rows(config, part)
+    require_writable(config.output, "output")
+
+
+def read_rows(config: SparseSelfEval, part: str) -> dict:
+    """Key and rows of output/part.json; no rows where there is no file. Raises UserError for a file of another kind."""
+    path, advice = config.output / f"{part}.json", "remove it, or choose another --output"
+    return read_json(path, "output", advice, ("key", "rows")) if path.exists() else {"key": None, "rows": []}
 
 
 def resumed(
@@ -95,11 +108,9 @@ def resumed(
     settings = {name: value for name, value in config_to_dict(config).items() if name not in OTHERS[part]}
     key = hash_json([settings, identity, machine()])
     path = config.output / f"{part}.json"
-    found = json.loads(path.read_text()) if path.exists() else {"key": key, "rows": []}
-    if found["key"] != key:
-        raise UserError(
-            f"output: {path} was measured with other settings or on another machine; choose another --output"
-        )
+    found = read_rows(config, part)
+    if found["rows"] and found["key"] != key:
+        raise UserError(f"output: {path} holds measurements of other settings or machines; choose another --output")
     rows = found["rows"]
     for context in contexts:
         if not any(row["context"] == context for row in rows):
@@ -118,14 +129,11 @@ def each_budget(config: SparseSelfEval) -> list[SparseSelfConfig]:
 
 def real(target: TargetModel, context: int, config: SparseSelfEval) -> list[dict]:
     """A row for every budget and draft length."""
-    texts = long_prompts(
-        config.prompts, context - len(as_prompt(target, "")), lambda t: tokens_of(target, t), config.seed
-    )
-    prompts = [as_prompt(target, text.prompt.turns[0]) for text in texts]
+    prompts = documents(target, config.prompts, context, config.seed)
     contenders, costs = {}, {}
     for settings in each_budget(config):
         budget, drafter = settings.budget, SparseSelfDrafter(target, settings)
-        costs[budget] = costs_of_lengths(
+        costs[budget] = long_context.costs_of_lengths(
             target, drafter, prompts, config.lengths, max_new_tokens=config.max_new_tokens, seed=config.seed
         )
         for k in config.lengths:
@@ -138,22 +146,14 @@ def real(target: TargetModel, context: int, config: SparseSelfEval) -> list[dict
     ]
 
 
-def as_prompt(target: TargetModel, text: str) -> list[int]:
-    return render_prompt(target.tokenizer, [{"role": "user", "content": text}])
-
-
-def tokens_of(target: TargetModel, text: str) -> int:
-    return len(target.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
 def acceptance(config: SparseSelfEval) -> list[float]:
     """alpha_1.. of the longest fixed drafts, at the real part's longest context and middle budget."""
     if config.acceptance:
         return list(config.acceptance)
-    path = config.output / "real.json"
-    if not path.exists():
-        raise UserError(f"acceptance: got none, and there is no {path}; run --parts real first, or give --acceptance")
-    fixed = [row for row in json.loads(path.read_text())["rows"] if row["length"] != ADAPTIVE]
+    found = read_rows(config, "real")
+    if not found["rows"]:
+        raise UserError("acceptance: got none, and the real part has no rows; run it first, or give --acceptance")
+    fixed = [row for row in found["rows"] if row["length"] != ADAPTIVE]
     budgets = sorted({row["budget"] for row in fixed})
     fixed = [row for row in fixed if row["budget"] == budgets[len(budgets) // 2]]
     alphas = max(fixed, key=lambda row: (row["context"], row["length"]))["conditional_acceptance"]
@@ -163,7 +163,7 @@ def acceptance(config: SparseSelfEval) -> list[float]:
 def long(target: TargetModel, context: int, alphas: list[float], config: SparseSelfEval) -> list[dict]:
     """A row for every budget."""
     options = (context, config.lengths, alphas, config.rounds, config.seed)
-    return [asdict(prescribed_rounds(target, settings, *options)) for settings in each_budget(config)]
+    return [asdict(long_context.prescribed_rounds(target, settings, *options)) for settings in each_budget(config)]
 
 
 def print_real(rows: list[dict]) -> None:

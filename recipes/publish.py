@@ -27,8 +27,9 @@ from specdraft.export.hub import explain, publish, require_repository
 from specdraft.models.checkpoint import load_drafter, read_config, save_drafter
 from specdraft.models.default_target import HUB_ID, LICENSE
 from specdraft.models.eagle3 import Eagle3Drafter
+from specdraft.models.load import HUB_ID as HUB_NAME
 from specdraft.models.target import TargetModel
-from specdraft.provenance import write_json
+from specdraft.provenance import read_json, write_json
 
 
 @dataclass
@@ -63,14 +64,14 @@ def main(config: PublishConfig) -> None:
     if config.factors and config.format != "eagle3":
         raise UserError(f"factors: allowed with --format eagle3 only, got {config.format}")
     read_config(config.drafter)
-    if config.output.absolute() == config.drafter.absolute():
+    if config.output.resolve() == config.drafter.resolve():
         raise UserError(f"output: got the drafter's own folder {config.output}; give another")
     require_replaceable(config.output)
+    provenance = read_provenance(config.drafter)
     base_model = hub_name(config)
     licence = config.license or target_license(config, base_model)
     target = TargetModel.load(config.target, revision=config.target_revision)
     drafter = load_drafter(config.drafter, target)
-    provenance = json.loads((config.drafter / "provenance.json").read_text())
     publication = Publication(
         repo=repo,
         revision=config.revision,
@@ -92,6 +93,16 @@ def main(config: PublishConfig) -> None:
         return
     print(f"uploading to {where}: {listing}")
     print("published:", publish(config.output, repo, revision=config.revision, private=config.private))
+
+
+def read_provenance(drafter: Path) -> dict[str, Any]:
+    """provenance.json of a checkpoint, as far as a card needs it. Raises UserError where it is none."""
+    path, advice = drafter / "provenance.json", "restore it, or retrain the drafter"
+    found = read_json(path, "provenance", advice)
+    kinds = {"date": str, "versions": dict, "run": dict}
+    if not isinstance(found, dict) or not all(isinstance(found.get(key, kind()), kind) for key, kind in kinds.items()):
+        raise UserError(f"provenance {path}: is not one of a checkpoint, with {', '.join(kinds)}; {advice}")
+    return found
 
 
 def write(
@@ -119,6 +130,8 @@ def write(
 def hub_name(config: PublishConfig) -> str:
     """The target's name on the Hub. Raises UserError for a target of which only a folder is known."""
     if config.base_model is not None:
+        if not HUB_NAME.fullmatch(config.base_model):
+            raise UserError(f"base_model: got {config.base_model!r}, allowed: a Hub id, owner/name")
         return config.base_model
     if config.target == "default":
         return HUB_ID
@@ -136,7 +149,7 @@ def target_license(config: PublishConfig, base_model: str) -> str:
     if base_model == HUB_ID:
         found = LICENSE
     elif folder.is_dir() and (folder / "README.md").exists():
-        found = (metadata_load(folder / "README.md") or {}).get("license")
+        found = license_of_card(folder / "README.md")
     elif not folder.exists():
         try:
             card = model_info(base_model, revision=config.target_revision).card_data
@@ -150,6 +163,15 @@ def target_license(config: PublishConfig, base_model: str) -> str:
     return found
 
 
+def license_of_card(path: Path) -> str | None:
+    """Raises UserError for a card that cannot be read."""
+    try:
+        found = (metadata_load(path) or {}).get("license")
+    except Exception as error:  # whatever a foreign file makes the client's parser raise
+        raise UserError(f"license: {path} cannot be read ({type(error).__name__}); give it with --license") from None
+    return found if isinstance(found, str) else None
+
+
 def measured(config: PublishConfig, target: TargetModel) -> str:
     """The table of the run's summary.json, with its hardware; or that there is none."""
     path = config.summary or config.drafter.absolute().parent / "summary.json"
@@ -159,7 +181,7 @@ def measured(config: PublishConfig, target: TargetModel) -> str:
     except OSError:
         if config.summary is not None:
             raise UserError(f"summary {path}: cannot be read; give the summary.json of the drafter's run") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"summary {path}: is not one of a run ({type(error).__name__}: {error}); give another"
         ) from None

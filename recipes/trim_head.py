@@ -29,12 +29,16 @@ class TrimConfig:
 
 
 def main(config: TrimConfig) -> None:
-    if config.output.absolute() == config.drafter.absolute():
+    if config.output.resolve() == config.drafter.resolve():
         raise UserError(f"output: got the drafter's own folder {config.output}; give another")
     require_replaceable(config.output)
     vocab = VocabMap.load(config.vocab)
     dtype = getattr(torch, read_config(config.drafter)["dtype"])
     target = TargetModel.load(config.target)
+    if vocab.vocab_size != target.vocab_size:
+        raise UserError(
+            f"vocab {config.vocab}: made for {vocab.vocab_size} tokens, the target has {target.vocab_size}; build it again"
+        )
     require_tokens(vocab, target.eos_token_ids, str(config.vocab))
     drafter = trimmed_copy(load_drafter(config.drafter, target, dtype), vocab)
     card = (

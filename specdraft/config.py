@@ -39,6 +39,26 @@ class UserError(ValueError):
     """A fault in what the user gave us. One line: what, got, allowed, what to do."""
 
 
+def require_positive(values: dict[str, int | None]) -> None:
+    """Raises UserError for the first of the named numbers that is below 1; None, where a setting allows it, is none."""
+    for name, value in values.items():
+        if value is not None and value < 1:
+            raise UserError(f"{name}: got {value}, allowed: 1 or more")
+
+
+def require_some(values: dict[str, Sequence]) -> None:
+    """Raises UserError for the first of the named lists that is empty."""
+    for name, value in values.items():
+        if not value:
+            raise UserError(f"{name}: got none, allowed: one or more")
+
+
+def require_seed(seed: int) -> None:
+    """Raises UserError for a seed that torch, to which requests are added, does not take."""
+    if not 0 <= seed < 2**62:
+        raise UserError(f"seed: got {seed}, allowed: 0 to 2**62 - 1")
+
+
 def config_to_dict(config: Any) -> dict[str, Any]:
     """Nested dataclasses -> plain values that JSON and YAML can hold (tuples become lists, paths become text)."""
     return _plain(dataclasses.asdict(config))
@@ -58,6 +78,10 @@ def config_from_dict(cls: type[Config], values: dict[str, Any], where: str = "co
         if factory is not dataclasses.MISSING and dataclasses.is_dataclass(factory())
     }
     hints = typing.get_type_hints(cls)
+    unset = (dataclasses.MISSING, dataclasses.MISSING)
+    needed = [key for key, field in fields.items() if (field.default, field.default_factory) == unset]
+    if missing := [key for key in needed if key not in values]:
+        raise UserError(f"{where}: has no {missing[0]}; needed: {', '.join(needed)}")
     plain = {key: _convert(hints[key], value, f"{where}.{key}") for key, value in values.items() if key not in nested}
     return cls(**plain, **nested)
 

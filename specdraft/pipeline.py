@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from specdraft import summary
-from specdraft.config import UserError, config_to_dict
+from specdraft.config import UserError, config_to_dict, require_positive
 from specdraft.data.chat import AnswerRow, Example, answers_to_examples, check_masks, read_answers
 from specdraft.data.shards import Shards
 from specdraft.data.source import HiddenStates, Online
@@ -66,8 +66,8 @@ class MeasureConfig:
     trial_tokens: int = 64
 
     def __post_init__(self) -> None:
-        for key in ("prompts", "max_new_tokens", "draft_length", "trial_prompts", "trial_tokens"):
-            _require_positive(f"measure.{key}", getattr(self, key))
+        names = ("prompts", "max_new_tokens", "draft_length", "trial_prompts", "trial_tokens")
+        require_positive({f"measure.{name}": getattr(self, name) for name in names})
         Sampling(self.temperature)
 
 
@@ -106,8 +106,7 @@ class RunConfig:
     measure: MeasureConfig = field(default_factory=MeasureConfig)
 
     def __post_init__(self) -> None:
-        for key in ("max_prompts", "max_length", "threads"):
-            _require_positive(key, getattr(self, key))
+        require_positive({key: getattr(self, key) for key in ("max_prompts", "max_length", "threads")})
         if not self.target:
             raise UserError("target: got an empty name, allowed: default, a model folder, a GGUF file or a Hub id")
         if not 0 <= self.cache_gb < math.inf:
@@ -116,11 +115,6 @@ class RunConfig:
             raise UserError(
                 f"name: got {self.name!r}, allowed: the name of a folder in {self.output}, not a path, not 'answers'"
             )
-
-
-def _require_positive(name: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise UserError(f"{name}: got {value}, allowed: 1 or more")
 
 
 def run(config: RunConfig) -> None:
@@ -220,6 +214,7 @@ def answer(
     key = hash_json(answers_key(target, config.answers))
     folder = config.output / "answers" / f"{Path(target.name).name}-{key}"
     kept = folder / f"states-{accelerator.process_index:05}.safetensors"
+    part = folder / f"part-{accelerator.process_index:05}.jsonl"
     known = read_parts(target, folder, prompts)
     missing = [prompt for prompt in prompts if prompt.id not in known]
     accelerator.print(f"answers: {len(prompts)} prompts, {len(known)} answered already ({folder})")
@@ -227,12 +222,12 @@ def answer(
         states.load(kept)
     if missing:
         require_disk(folder, 20 * len(missing) * config.answers.max_new_tokens, "answers")
-        accelerator.print(estimate_answers(target, missing, config.answers))
+        accelerator.print(estimate_answers(target, missing, config.answers, part))
     mine = missing[accelerator.process_index :: accelerator.num_processes]
     if mine:
         keep, held = states.remember if states.cache_bytes else None, states.used_bytes
         try:
-            answer_prompts(target, mine, folder / f"part-{accelerator.process_index:05}.jsonl", config.answers, keep)
+            answer_prompts(target, mine, part, config.answers, keep)
         finally:  # also when interrupted: the answers so far are on disk, and their states belong to them
             if states.used_bytes > held:
                 states.save(kept)

@@ -8,24 +8,29 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
+import glob
 import hashlib
 import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from safetensors import SafetensorError
 
 from specdraft.config import UserError
 
 PACKAGES = ("specdraft", "torch", "transformers", "accelerate", "safetensors", "tokenizers")
+# What a process left that is not here (any more) is removed when nobody has touched it for so long: it may run on another machine.
+UNTOUCHED_S = 60.0
 
 
 def hash_bytes(data: bytes) -> str:
@@ -104,23 +109,70 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yields a temporary path beside `path` (file or folder) and renames it on success; on failure nothing is left. What is
-    written can be read by whom the umask allows."""
+    """Yields a temporary path beside `path` (file or folder) and renames it on success; on failure nothing is left, and what a killed
+    process left before is removed. What is written can be read by whom the umask allows.
+
+    Raises:
+        UserError: no space, no permission; a file where a folder is, whose contents would be lost.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    _remove(temporary)  # of an earlier process with this number: in a container they come again
     try:
         yield temporary
         follow_umask(temporary)
         if path.is_dir() and not path.is_symlink():
+            if not temporary.is_dir():
+                require_no_folder(path, "writing")
             shutil.rmtree(path)
         os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(
-            f"writing {path}: {error.strerror or error}; free some space or choose another folder"
-        ) from error
+    except (OSError, SafetensorError) as error:
+        reason = _system_reason(error)
+        if reason is None:
+            raise
+        raise UserError(f"writing {path}: {reason}; free some space or choose another folder") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True) if temporary.is_dir() else temporary.unlink(missing_ok=True)
+        _remove(temporary)
+
+
+def require_no_folder(path: Path, what: str) -> None:
+    """Raises UserError where a file is to be written and a folder is: before the work whose result it is."""
+    if Path(path).is_dir():
+        raise UserError(f"{what} {path}: is a folder, allowed: a file; give another path")
+
+
+def require_writable(folder: Path, what: str) -> None:
+    """Makes the folder that results are to be written to. Raises UserError where that cannot be: before the work."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{what} {folder}: cannot be made ({error.strerror}); give another path") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"{what} {folder}: may not be written to; give another path, or change its permissions")
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Temporary files and folders for `path` of processes that were killed."""
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        pid = leftover.name[len(path.name) + 2 : -len(".tmp")]
+        with contextlib.suppress(OSError, OverflowError):
+            untouched = time.time() - max(part.stat().st_mtime for part in (leftover, *leftover.rglob("*")))
+            if pid.isdecimal() and not psutil.pid_exists(int(pid)) and untouched > UNTOUCHED_S:
+                _remove(leftover)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _system_reason(error: OSError | SafetensorError) -> str | None:
+    """What the system said; None for an error of safetensors' own. It has system errors in its text: `.. (os error 28)`."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    found = re.search(r"([^:]+) \(os error \d+\)", str(error))
+    return None if found is None else found[1].strip()
 
 
 def follow_umask(path: Path) -> None:
@@ -136,6 +188,25 @@ def write_json(path: Path, value: Any) -> None:
     """Write a JSON value atomically, indented, with a final newline."""
     with atomic_path(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def json_fault(error: ValueError | RecursionError) -> str:
+    """What is wrong with a text that is not JSON. A number of thousands of digits, or brackets as deep, is no JSONDecodeError."""
+    return f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else f"{error!s:.80}"
+
+
+def read_json(path: Path, what: str, advice: str, keys: Collection[str] = ()) -> Any:
+    """A JSON file; where `keys` are given, an object that has them. Raises UserError: not there, or not such a file; with what it should
+    be, and what to do."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{what} {path}: cannot be read ({error.strerror}); {advice}") from None
+    except (ValueError, RecursionError):
+        raise UserError(f"{what} {path}: is not JSON; {advice}") from None
+    if keys and not (isinstance(found, dict) and found.keys() >= set(keys)):
+        raise UserError(f"{what} {path}: is no JSON object with {', '.join(keys)}; {advice}")
+    return found
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from specdraft.config import UserError
-from specdraft.provenance import hash_json
+from specdraft.provenance import hash_json, json_fault
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
@@ -110,7 +110,7 @@ def read_answers(path: Path) -> list[AnswerRow]:
     path = Path(path)
     if not path.is_file():
         raise UserError(f"answers {path}: no such file; make it with data_prep/generate_responses.py")
-    rows = [_answer_row(line, f"{path} line {number}") for number, line in _lines(path)]
+    rows = [_answer_row(line, f"{path} line {number}") for number, line in read_lines(path)]
     if not rows:
         raise UserError(f"answers {path}: got no rows; make it with data_prep/generate_responses.py")
     _require_unique([row.id for row in rows], str(path))
@@ -140,10 +140,10 @@ def read_examples(path: Path, tokenizer: Any, max_length: int) -> tuple[list[Exa
     path = Path(path)
     if not path.is_file():
         raise UserError(f"data {path}: no such file; give answers.jsonl or a JSONL file of conversations")
-    _, first = next(_lines(path), (0, ""))
+    _, first = next(read_lines(path), (0, ""))
     if '"messages"' not in first:
         return answers_to_examples(read_answers(path), max_length)
-    rows = [_conversation(line, path, number) for number, line in _lines(path)]
+    rows = [_conversation(line, path, number) for number, line in read_lines(path)]
     _require_unique([id_ for id_, _ in rows], str(path))
     return encode_conversations(tokenizer, rows, max_length)
 
@@ -438,8 +438,8 @@ def _answer_row(line: str, where: str) -> AnswerRow:
     names = [f.name for f in dataclasses.fields(AnswerRow)]
     try:
         values = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not JSON ({error.msg}); remove the line or make the file again") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not JSON ({json_fault(error)}); remove the line or make the file again") from None
     if not isinstance(values, dict) or set(values) != set(names):
         got = sorted(values) if isinstance(values, dict) else type(values).__name__
         raise UserError(f"{where}: got {got}, expected an object with the keys {names}")
@@ -456,7 +456,7 @@ def _answer_row(line: str, where: str) -> AnswerRow:
     return AnswerRow(str(values["id"]), str(values["category"]), ids, spans, finished)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """(number, text) of the lines that are not blank. Raises UserError for bytes that are not UTF-8."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -473,9 +473,9 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 def _conversation(line: str, path: Path, number: int) -> tuple[str, Any]:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(
-            f"{path} line {number}: not JSON ({error.msg}); remove the line or make the file again"
+            f"{path} line {number}: not JSON ({json_fault(error)}); remove the line or make the file again"
         ) from None
     if not isinstance(row, dict) or "messages" not in row:
         raise UserError(f"{path} line {number}: got {line.strip()[:80]}, expected an object with messages, as line 1")

@@ -28,10 +28,12 @@ from tqdm import tqdm
 from specdraft.config import UserError
 from specdraft.data.chat import Account, Example, tokenizer_hash
 from specdraft.data.source import Batch, FeatureTarget, States, collate, cut_batches, example_key, run_target
-from specdraft.provenance import atomic_path, hash_json, hash_tensors, provenance, require_disk, write_json
+from specdraft.provenance import atomic_path, hash_json, hash_tensors, provenance, read_json, require_disk, write_json
 
 FORMAT = "specdraft-states-1"
 CONVENTION = "tap k = Hugging Face hidden_states[k] (0: embeddings); last = input of the final norm"
+# What a reader must have too.
+KEYS = ("target_hash", "tokenizer_hash", "tap_layers", "convention", "hidden_size", "dtype")
 TIMED_TOKENS = 1024  # run before the work on a CPU, for the estimate
 
 
@@ -147,7 +149,7 @@ class Shards:
                 f"hidden states {folder}: not all shards are there; run extract_hidden_states.py to the end"
             )
         wanted = states_key(target, [], 0)
-        for name in ("target_hash", "tokenizer_hash", "tap_layers", "convention", "hidden_size", "dtype"):
+        for name in KEYS:
             if self.index["key"][name] != wanted[name]:
                 raise UserError(
                     f"hidden states {folder}: made with {name} = {self.index['key'][name]!r} "
@@ -207,17 +209,31 @@ class Shards:
 def read_index(folder: Path) -> dict[str, Any]:
     """index.json of a folder of shards. Raises UserError where there is none that we can read."""
     path = Path(folder) / "index.json"
-    try:
-        index = json.loads(path.read_text())
-    except OSError:
-        raise UserError(
-            f"hidden states {folder}: no index.json; make it with data_prep/extract_hidden_states.py"
-        ) from None
-    except json.JSONDecodeError:
-        raise UserError(f"hidden states {path}: not JSON; remove the folder and extract again") from None
-    if index.get("key", {}).get("format") != FORMAT:
+    if not path.exists():
+        raise UserError(f"hidden states {folder}: no index.json; make it with data_prep/extract_hidden_states.py")
+    index = read_json(path, "hidden states", "remove the folder and extract again")
+    key = index.get("key") if isinstance(index, dict) else None
+    if not isinstance(key, dict) or key.get("format") != FORMAT:
         raise UserError(f"hidden states {path}: not of the format {FORMAT}; extract again")
+    if not _is_whole(index):
+        raise UserError(f"hidden states {path}: has lost a part of itself; remove the folder and extract again")
     return index
+
+
+def _is_whole(index: dict[str, Any]) -> bool:
+    """Whether an index has what its readers read."""
+    if not isinstance(index.get("complete"), bool) or not {*KEYS, "target", "max_length"} <= index["key"].keys():
+        return False
+    if not index["complete"]:
+        return isinstance(index.get("planned_shards"), int)
+    shards = index.get("shards")
+    if not isinstance(shards, list) or not all(isinstance(shard, dict) for shard in shards):
+        return False
+    kinds = {"file": str, "rows": list, "bad": list}
+    if not all(isinstance(shard.get(name), kind) for shard in shards for name, kind in kinds.items()):
+        return False
+    rows = [row for shard in shards for row in shard["rows"]]
+    return all(isinstance(row, list) and [type(part) for part in row] == [str, int] for row in rows)
 
 
 def _distinct(examples: Sequence[Example], target: FeatureTarget) -> list[Example]:
@@ -327,9 +343,9 @@ def _read_header(path: Path, key_hash: str) -> dict[str, Any]:
             header = json.loads((file.metadata() or {}).get("shard", "{}"))
     except OSError:
         raise UserError(f"hidden states {path}: the file is missing; extract again") from None
-    except SafetensorError as error:
+    except (SafetensorError, ValueError) as error:
         raise UserError(f"hidden states {path}: corrupt ({error}); remove the file and extract again") from None
-    if header.get("key") != key_hash:
+    if not isinstance(header, dict) or header.get("key") != key_hash:
         raise UserError(f"hidden states {path}: belongs to another extraction; remove the file and extract again")
     return header
 

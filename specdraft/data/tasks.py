@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specdraft.config import UserError
-from specdraft.provenance import atomic_path, hash_json
+from specdraft.provenance import atomic_path, hash_json, json_fault
 
 CATEGORIES = ("chat", "reasoning", "maths", "code", "translation", "summarisation", "question_answering", "retrieval")
 TEXT_KEYS = ("turns", "messages", "prompt", "text")
@@ -123,8 +123,10 @@ def mix(sources: Sequence[Sequence[Prompt]], weights: Sequence[float] | None = N
             sources, so that all prompts are used.
     """
     weights = [len(source) for source in sources] if weights is None else weights
-    if len(weights) != len(sources) or min(weights, default=0) < 0 or not sum(weights) > 0:
-        raise UserError(f"weights: got {list(weights)}, expected {len(sources)} non-negative numbers, not all zero")
+    if len(weights) != len(sources) or min(weights, default=0) < 0 or not 0 < sum(weights) < float("inf"):
+        raise UserError(
+            f"weights: got {list(weights)}, expected {len(sources)} non-negative numbers, finite and not all zero"
+        )
     mixed: list[Prompt] = []
     taken = [0] * len(sources)
     while True:
@@ -169,10 +171,8 @@ def _decode(line: bytes, where: str) -> str:
 def _parse_row(text: str, where: str, default_id: str) -> Prompt:
     try:
         row = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{where}: not valid JSON ({error.msg}, column {error.colno}); one JSON object a line is expected"
-        ) from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not valid JSON ({json_fault(error)}); one JSON object a line is expected") from None
     if not isinstance(row, dict):
         raise UserError(f"{where}: got {text[:60]}, expected a JSON object")
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import sys
 import warnings
 from collections import Counter
@@ -23,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specdraft.config import UserError
-from specdraft.data.chat import Example, answers_to_examples, read_answers, read_examples, tokenizer_hash
+from specdraft.data.chat import Example, answers_to_examples, read_answers, read_examples, read_lines, tokenizer_hash
 from specdraft.data.vocab import VocabMap, count_tokens
 from specdraft.provenance import atomic_path, hash_file, hash_json
 
@@ -31,6 +32,7 @@ FORMAT = "token-counts-1"
 BLOCK = 1 << 16  # characters of a text that are tokenised together
 BATCH = 64  # texts
 TEXT_KEYS = ("text", "content", "prompt")
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which no tokenizer takes
 
 Split = tuple[Literal["in", "out"], Collection[str]]
 
@@ -67,7 +69,8 @@ class TokenCounts:
                 notes, counts = file.metadata() or {}, file.get_tensor("counts")
         except (OSError, SafetensorError) as error:
             raise UserError(f"token counts {path}: cannot be read ({error}); count again") from None
-        if notes.get("format") != FORMAT or counts.dtype != torch.int64 or counts.dim() != 2:
+        is_whole = {"tokenizer", "account", "categories"} <= notes.keys()
+        if notes.get("format") != FORMAT or not is_whole or counts.dtype != torch.int64 or counts.dim() != 2:
             raise UserError(
                 f"token counts {path}: got format {notes.get('format')!r}, allowed: {FORMAT!r}; count again"
             )
@@ -133,8 +136,7 @@ def count_answers(path: Path, tokenizer: Any, vocab_size: int, split: Split | No
 
 def read_split(path: Path, tokenizer: Any, split: Split | None = None) -> tuple[list[Example], dict[str, str], str]:
     """Examples of answers.jsonl or of a JSONL file of conversations; categories by id (answers only); and the account."""
-    with open(path, encoding="utf-8") as file:
-        first = next((line for line in file if line.strip()), "")
+    _, first = next(read_lines(path), (0, ""))
     if '"messages"' in first:
         if split is not None:
             raise UserError(
@@ -185,25 +187,25 @@ def text_blocks(path: Path, account: Counter[str]) -> Iterator[str]:
 
 def jsonl_texts(path: Path, account: Counter[str]) -> Iterator[str]:
     """The texts of every row; rows without one are counted (fault 4)."""
-    with open(path, encoding="utf-8") as file:
-        for line in filter(str.strip, file):
-            text = row_text(line)
-            account["rows kept" if text else "rows skipped, without a text"] += 1
-            if text:
-                yield text
+    for _, line in read_lines(path):
+        text = row_text(line)
+        account["rows kept" if text else "rows skipped, without a text"] += 1
+        if text:
+            yield text
 
 
 def row_text(line: str) -> str:
     """The text of one JSON line, "" where there is none."""
     try:
         row = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return ""
     if isinstance(row, dict):
         row = next((row[key] for key in (*TEXT_KEYS, "turns", "messages") if key in row), "")
     parts = row if isinstance(row, list) else [row]
     parts = [part.get("content") if isinstance(part, dict) else part for part in parts]
-    return "\n\n".join(part for part in parts if isinstance(part, str))
+    text = "\n\n".join(part for part in parts if isinstance(part, str))
+    return "" if LONE_SURROGATE.search(text) else text
 
 
 def batches(texts: Iterable[str]) -> Iterator[list[str]]:

@@ -140,9 +140,11 @@ class VocabMap:
             raise UserError(f"vocabulary map {path}: no such file; make it with data_prep/build_vocab.py")
         try:
             tensors = load_file(path)
-        except SafetensorError as error:
-            raise UserError(f"vocabulary map {path}: not a safetensors file ({error})") from None
-        vocab_size = len(tensors["t2d"]) if "t2d" in tensors else 0
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"vocabulary map {path}: not a safetensors file ({error}); make it with data_prep/build_vocab.py"
+            ) from None
+        vocab_size = tensors["t2d"].numel() if "t2d" in tensors else 0
         return cls.from_tensors(tensors, vocab_size, f"vocabulary map {path}")
 
 

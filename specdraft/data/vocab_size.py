@@ -55,6 +55,8 @@ class SizeConfig:
                 f"lowest, highest, trials, acceptance: got {self.lowest}, {self.highest}, {self.trials}, {self.acceptance}, allowed: "
                 "1 <= lowest <= highest, 1 trial or more, 1 acceptance or more"
             )
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"seed: got {self.seed}, allowed: 0 to 2**32 - 1")
 
 
 @dataclass(frozen=True)

@@ -358,8 +358,15 @@ def answers_to(target: TargetModel, rows: Iterable[AnswerRow], prompts: Sequence
     return {row.id: row for row in rows if row.id in wanted and _answers(target, row, wanted[row.id])}
 
 
-def estimate_answers(target: TargetModel, prompts: Sequence[Prompt], config: AnswerConfig) -> str:
-    """One line: tokens, memory, disk, and the time that follows from a few timed steps at full batch size."""
+def estimate_answers(target: TargetModel, prompts: Sequence[Prompt], config: AnswerConfig, path: Path) -> str:
+    """One line: tokens, memory, disk, and the time that follows from a few timed steps at full batch size; or that the time for
+    answers into `path` is spent already."""
+    budget = _Budget(path, config.max_minutes)
+    if not budget.has_room():
+        return (
+            f"answers: {budget.spent:.1f} of {config.max_minutes:g} minutes are spent, and no more fits: {len(prompts)} prompts are left "
+            "out; raise max_minutes to answer them"
+        )
     batch = min(config.batch_size, len(prompts))
     length = 64
     cache = target.new_cache(batch, length + 8)
@@ -374,11 +381,11 @@ def estimate_answers(target: TargetModel, prompts: Sequence[Prompt], config: Ans
         seconds.append(time.perf_counter() - start)
     tokens = len(prompts) * config.max_new_tokens
     minutes = tokens * min(seconds) / batch / 60
-    limit = config.max_minutes
+    limit = None if config.max_minutes is None else config.max_minutes - budget.spent
     within = (
         ""
         if limit is None or limit > minutes
-        else f", of which {limit:g} are allowed: the prompts that do not fit are left out"
+        else f", of which {limit:.3g} are allowed: the prompts that do not fit are left out"
     )
     held = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values) if tensor is not None)
     memory = held / cache.max_length * (2 * length + config.max_new_tokens) / 1e9

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import json
 import resource
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from specdraft.config import UserError
 from specdraft.data.chat import render_prompt
-from specdraft.data.tasks import Prompt
+from specdraft.data.long_prompts import SHORTEST, long_prompts
+from specdraft.data.tasks import Prompt, builtin_prompts, split_held_out
 from specdraft.decoding import numbers
 from specdraft.decoding.costs import CostTable
 from specdraft.decoding.generate import GenerateOutput, autoregressive_generate, speculative_generate_batch
@@ -25,6 +28,9 @@ from specdraft.decoding.measure import TARGET_ALONE, WARM_UP_TOKENS, Contender, 
 from specdraft.decoding.trace import DecodeTrace, first_divergence, top2_margin
 from specdraft.models.target import TargetModel
 from specdraft.models.tree import Shape
+from specdraft.provenance import atomic_path, hash_json
+
+ALL_TASKS = "all"  # together, in the results
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,19 @@ class Request:
     input_ids: list[int]
 
 
+def choose_prompts(prompts: Sequence[Prompt], tasks: Sequence[str], per_task: int | None) -> list[Prompt]:
+    """Task by task, those of `tasks` (none = all), the first `per_task` of each. Raises UserError for a task that is not there."""
+    known = list(dict.fromkeys(prompt.category for prompt in prompts))
+    if unknown := set(tasks) - set(known):
+        raise UserError(f"tasks: got {', '.join(sorted(unknown))}, allowed: {', '.join(known)}")
+    if ALL_TASKS in known:
+        raise UserError(f"prompts: got a task named {ALL_TASKS!r}, which stands for all of them together; rename it")
+    chosen = []
+    for task in dict.fromkeys(tasks or known):
+        chosen += [prompt for prompt in prompts if prompt.category == task][:per_task]
+    return chosen
+
+
 def make_requests(
     target: TargetModel, prompts: Sequence[Prompt], max_new_tokens: int, path: Path
 ) -> tuple[list[Request], int]:
@@ -43,22 +62,76 @@ def make_requests(
 
     The answers to earlier turns are the target's own greedy ones, cut at max_new_tokens, whoever is measured: so all sides get
     the same prompts. They are kept in `path` (JSON lines, for this target and length), and made once.
+
+    Raises:
+        UserError: no turn fits; `path` holds something else.
     """
-    known = {}
-    if path.exists():
-        known = {row["id"]: row["answers"] for row in map(json.loads, path.read_text().splitlines())}
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        with open(path, "r+b") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)  # a killed run may have left half a line
+    known = {row["id"]: row["answers"] for row in read_lines(path, ("id", "answers"))}
     requests, left_out = [], 0
-    with open(path, "a", encoding="utf-8") as file:
-        for prompt in prompts:
-            answers = list(known.get(prompt.id, []))
-            turns, missing = _turns(target, prompt, max_new_tokens, answers)
-            requests += turns
-            left_out += missing
-            if len(answers) > len(known.get(prompt.id, [])):
-                file.write(json.dumps({"id": prompt.id, "answers": answers}, ensure_ascii=False) + "\n")
-                file.flush()
+    for prompt in prompts:
+        place = f"{prompt.id} {hash_json([prompt.system, *prompt.turns])}"  # other files may have the same ids
+        answers = list(known.get(place, []))
+        turns, missing = _turns(target, prompt, max_new_tokens, answers)
+        requests += turns
+        left_out += missing
+        if len(answers) > len(known.get(place, [])):
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"id": place, "answers": answers}, ensure_ascii=False) + "\n")
+    if not requests:
+        raise UserError(
+            f"max_new_tokens: got {max_new_tokens}, which leaves room for none of {left_out} turns in the {target.max_positions} positions "
+            "of the target; lower it, or give shorter prompts"
+        )
     return requests, left_out
+
+
+def read_lines(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows of a JSONL file that a benchmark wrote, which all have `keys`; none where there is no file. Raises UserError for a file of
+    another kind."""
+    if not path.exists():
+        return []
+    try:
+        rows = [json.loads(line) for line in path.read_bytes().splitlines()]
+    except (ValueError, RecursionError):
+        rows = [None]
+    if not all(isinstance(row, dict) and row.keys() >= set(keys) for row in rows):
+        raise UserError(f"output: {path} is not what this program writes; remove it, or choose another --output")
+    return rows
+
+
+def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    with atomic_path(path) as temporary:
+        temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
+def cost_prompts(target: TargetModel, requests: Sequence[Request], count: int, max_new_tokens: int) -> list[list[int]]:
+    """Prompts to measure costs on that are no request, and leave room for an answer: held-out built-in ones; where the median request is
+    longer than all of them, generated documents of its length, since costs grow with the context."""
+    room = target.max_positions - max_new_tokens
+    held_out = reversed(split_held_out(builtin_prompts())[1])
+    short = [ids for ids in (_user_turn(target, prompt.turns[0]) for prompt in held_out) if len(ids) <= room]
+    length = min(room, int(statistics.median(len(request.input_ids) for request in requests)))
+    if length <= max([SHORTEST + len(_user_turn(target, "")), *map(len, short)]):
+        return short[:count]
+    return documents(target, count, length, seed=1)
+
+
+def documents(target: TargetModel, count: int, length: int, seed: int) -> list[list[int]]:
+    """Token ids of generated documents with a question (long_prompts.py), as long as whole paragraphs allow within `length` tokens."""
+
+    def measure(text: str) -> int:
+        return len(target.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    made = long_prompts(count, length - len(_user_turn(target, "")), measure, seed)
+    return [_user_turn(target, text.prompt.turns[0]) for text in made]
+
+
+def _user_turn(target: TargetModel, text: str) -> list[int]:
+    return render_prompt(target.tokenizer, [{"role": "user", "content": text}])
 
 
 def _turns(target: TargetModel, prompt: Prompt, max_new_tokens: int, answers: list[str]) -> tuple[list[Request], int]:

@@ -1,5 +1,5 @@
 """Who takes part in a benchmark: drafters x vocabulary policies x length policies, or trees, by name and settings, with the cost table that
-cost-aware policies and the hindsight need.
+cost-aware policies and the hindsight need. The target that drafts for itself (sparse_self.py) is a drafter among others.
 
 It knows nothing of prompts other than those that costs are measured on.
 """
@@ -7,13 +7,13 @@ It knows nothing of prompts other than those that costs are measured on.
 from __future__ import annotations
 
 import itertools
-import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from specdraft.config import UserError
+from specdraft.config import UserError, require_positive
 from specdraft.data.chat import read_answers
 from specdraft.data.vocab import VocabMap, count_tokens, required_ids
 from specdraft.decoding.bench import Side
@@ -33,14 +33,19 @@ from specdraft.decoding.length_policy import LengthPolicy
 from specdraft.decoding.libraspec import LibraSpec, balance_from_costs
 from specdraft.decoding.measure import Contender, measure_costs
 from specdraft.decoding.vocab_policies import VOCAB_POLICIES, AllTokens, FrequencyList, NanoSpec, VocabPolicy
+from specdraft.models.checkpoint import load_drafter, read_config
 from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.heads import Head
+from specdraft.models.sparse_self import SparseSelfConfig, SparseSelfDrafter
 from specdraft.models.target import TargetModel
 from specdraft.models.tree import Eagle2Tree
-from specdraft.provenance import hash_json, machine, write_json
+from specdraft.provenance import hash_file, hash_json, machine, read_json, write_json
 
 NEEDS_FREQUENCY = ("frequency", "evospec")
 CHAIN, EAGLE2 = "chain", "eagle2"
+SPARSE_SELF = "sparse_self"  # where drafters are named: the target that drafts for itself
+
+BenchDrafter = Eagle3Drafter | SparseSelfDrafter
 
 
 @dataclass
@@ -48,7 +53,8 @@ class PolicyConfig:
     """frequency: answers (JSONL) or a vocabulary map (safetensors) that give the order of frequency.   frequency_size: rows of the
     frequency list.   nanospec_capacity, nanospec_kind: see NanoSpec.   evospec: see EvoSpecConfig.   drafted: of `fixed`, and where
     `heuristic` starts.   most: tokens a round at most, also the longest draft whose costs are measured.   libraspec_block;
-    libraspec_a: None = from the measured costs.   eagle2: see Eagle2Tree."""
+    libraspec_a: None = from the measured costs.   eagle2: see Eagle2Tree.   sparse: of the target that drafts for itself; its `longest`
+    must hold `most`."""
 
     frequency: Path | None = None
     frequency_size: int = 8192
@@ -60,6 +66,7 @@ class PolicyConfig:
     libraspec_block: int = 4
     libraspec_a: float | None = None
     eagle2: Eagle2Tree = field(default_factory=Eagle2Tree)
+    sparse: SparseSelfConfig = field(default_factory=SparseSelfConfig)
 
 
 @dataclass(frozen=True)
@@ -70,14 +77,15 @@ class Frequency:
     pairs: Pairs | None
 
 
-def read_frequency(path: Path | None, target: TargetModel, core: int) -> Frequency:
-    """Raises UserError: no file, one of another tokenizer, or of another kind."""
-    if path is None:
-        raise UserError(
-            "policies.frequency: got none, needed by the policies frequency and evospec; give answers.jsonl or vocab.safetensors"
-        )
+def read_frequency(path: Path, target: TargetModel, core: int) -> Frequency:
+    """Raises UserError for a file of another tokenizer, or of another kind."""
     if path.suffix == ".safetensors":
-        return Frequency(VocabMap.load(path).target_ids.tolist(), None)
+        vocab = VocabMap.load(path)
+        if vocab.vocab_size != target.vocab_size:
+            raise UserError(
+                f"policies.frequency {path}: made for {vocab.vocab_size} tokens, the target has {target.vocab_size}; build it again"
+            )
+        return Frequency(vocab.target_ids.tolist(), None)
     rows = read_answers(path)
     counts = count_tokens((row.example() for row in rows), target.vocab_size)
     order = VocabMap.from_counts(counts, target.vocab_size).target_ids.tolist()
@@ -162,7 +170,7 @@ class CostConfig:
 
 def make_entries(
     target: TargetModel,
-    drafters: dict[str, Eagle3Drafter],
+    drafters: dict[str, BenchDrafter],
     hashes: dict[str, str],
     vocab: Sequence[str],
     length: Sequence[str],
@@ -173,7 +181,8 @@ def make_entries(
     measuring: CostConfig,
 ) -> dict[str, Entry]:
     """Every contender at one temperature and batch size: chains named drafter/vocabulary/length, trees drafter/vocabulary/eagle2
-    (as deep as they are set).   hashes: of the drafters' weights.   Costs are those of a batch of one.
+    (as deep as they are set).   hashes: of the drafters' weights.   Costs are those of a batch of one. The target that drafts for
+    itself takes part with chains at a batch of one, and is not in the others.
 
     Raises:
         UserError: an unknown policy or tree, sizes that do not fit a head, no frequency list where one is needed, a draft longer
@@ -185,18 +194,20 @@ def make_entries(
         frequency = read_frequency(settings.frequency, target, settings.evospec.core)
     entries = {}
     for (place, drafter), name in itertools.product(drafters.items(), vocab):
+        shapes = trees if isinstance(drafter, Eagle3Drafter) else [CHAIN] if CHAIN in trees and batch == 1 else []
+        if not shapes:
+            continue
         policy, made_with = vocab_policy(name, drafter.lm_head, target, settings, frequency)
         rows = [policy]
         rows += [vocab_policy(name, drafter.lm_head, target, settings, frequency, policy)[0] for _ in range(1, batch)]
-        what = {"drafter": place, "hash": hashes[place], "head": drafter.config.head.kind}
-        what["vocab"] = {"policy": name, **made_with}
+        what = {"drafter": place, "hash": hashes[place], **_made_of(drafter), "vocab": {"policy": name, **made_with}}
         costs, acceptance = costs_of(target, Contender(drafter, None, policy), what, settings, temperature, measuring)
-        for stop in length if CHAIN in trees else ():
+        for stop in length if CHAIN in shapes else ():
             made = [length_policy(stop, settings, costs, acceptance, temperature) for _ in rows]
             side = Side([Contender(drafter, lengths, own) for (lengths, _), own in zip(made, rows, strict=True)])
             whole = {**what, "length": {"policy": stop, **made[0][1]}}
             entries[f"{place}/{name}/{stop}"] = Entry(side, whole, costs, _full_head(drafters, place, stop))
-        if EAGLE2 in trees:
+        if EAGLE2 in shapes:
             side = Side([Contender(drafter, None, own) for own in rows], settings.eagle2)
             whole = {**what, "tree": {"shape": EAGLE2, **asdict(settings.eagle2)}}
             entries[f"{place}/{name}/{EAGLE2}"] = Entry(side, whole, costs, _full_head(drafters, place, EAGLE2))
@@ -206,8 +217,8 @@ def make_entries(
 
 
 def check_names(settings: PolicyConfig, vocab: Sequence[str], length: Sequence[str], trees: Sequence[str]) -> None:
-    """Raises UserError for an unknown policy or tree, and for a draft longer than those that are measured: all that can be said
-    before a target is there."""
+    """Raises UserError for an unknown policy or tree, for a draft longer than those that are measured, and for sizes and files that
+    cannot be: all that can be said before a target is there."""
     if not 0 <= settings.drafted <= settings.most or settings.most < 1:
         raise UserError(
             f"policies.drafted, policies.most: got {settings.drafted} and {settings.most}, allowed: drafted from 0 to most, the "
@@ -220,6 +231,47 @@ def check_names(settings: PolicyConfig, vocab: Sequence[str], length: Sequence[s
     ):
         if unknown := [name for name in names if name not in allowed]:
             raise UserError(f"{what}: got {unknown[0]!r}, allowed: {', '.join(allowed)}")
+    sizes = ("frequency_size", "nanospec_capacity", "libraspec_block")
+    require_positive({f"policies.{name}": getattr(settings, name) for name in sizes})
+    if settings.libraspec_a is not None and not 0 <= settings.libraspec_a < math.inf:
+        raise UserError(f"policies.libraspec_a: got {settings.libraspec_a}, allowed: 0 or more, or none")
+    if set(vocab) & set(NEEDS_FREQUENCY) and not (settings.frequency and settings.frequency.is_file()):
+        raise UserError(
+            f"policies.frequency: got {settings.frequency or 'none'}, needed by the policies frequency and evospec; give the file "
+            "answers.jsonl or vocab.safetensors"
+        )
+
+
+def check_drafters(
+    places: Sequence[Path], settings: PolicyConfig, trees: Sequence[str], batches: Sequence[int]
+) -> None:
+    """Raises UserError for a folder that is no checkpoint, and where the target that drafts for itself could take no part, or not
+    draft what is measured."""
+    for place in places:
+        if str(place) != SPARSE_SELF:
+            read_config(place)
+        elif CHAIN not in trees or 1 not in batches:
+            raise UserError(
+                f"drafters: {SPARSE_SELF} drafts chains for one request at a time, got trees {', '.join(trees)} and batches "
+                f"{', '.join(map(str, batches))}, allowed: {CHAIN} and 1 among them"
+            )
+        elif settings.sparse.longest < settings.most:
+            raise UserError(
+                f"policies.sparse.longest: got {settings.sparse.longest}, allowed: {settings.most} or more: policies.most, the longest "
+                "draft whose costs are measured"
+            )
+
+
+def load_drafters(
+    places: Sequence[Path], target: TargetModel, settings: PolicyConfig
+) -> tuple[dict[str, BenchDrafter], dict[str, str]]:
+    """By place: the drafters, and the hashes of their weights."""
+    drafters, hashes = {}, {}
+    for place in places:
+        is_self = str(place) == SPARSE_SELF
+        drafters[str(place)] = SparseSelfDrafter(target, settings.sparse) if is_self else load_drafter(place, target)
+        hashes[str(place)] = target.hash if is_self else hash_file(place / "model.safetensors")
+    return drafters, hashes
 
 
 def costs_of(
@@ -248,12 +300,22 @@ def costs_of(
         )
         costs.save(folder / "costs.json")
         write_json(folder / "acceptance.json", acceptance)
-    return CostTable.load(folder / "costs.json"), json.loads((folder / "acceptance.json").read_text())
+    advice = "remove the folder, and it is measured again"
+    return CostTable.load(folder / "costs.json"), read_json(folder / "acceptance.json", "acceptance", advice)
 
 
-def _full_head(drafters: dict[str, Eagle3Drafter], place: str, length: str) -> str | None:
-    """A drafter with a full head is compared with itself over all rows; others with the first that has one."""
-    full = [name for name, drafter in drafters.items() if drafter.config.head.kind == "full"]
-    if not full:
-        return None
-    return f"{place if place in full else full[0]}/all/{length}"
+def _made_of(drafter: BenchDrafter) -> dict[str, Any]:
+    """Its head, and the settings that are not in its weights."""
+    if isinstance(drafter, SparseSelfDrafter):
+        return {"head": "full", "sparse": asdict(drafter.config)}
+    return {"head": drafter.config.head.kind}
+
+
+def _full_head(drafters: dict[str, BenchDrafter], place: str, length: str) -> str | None:
+    """A drafter with a full head is compared with itself over all rows, and so is the target that drafts for itself; others with
+    the first trained one that has a full head."""
+    trained = {name: drafter for name, drafter in drafters.items() if isinstance(drafter, Eagle3Drafter)}
+    full = [name for name, drafter in trained.items() if drafter.config.head.kind == "full"]
+    if place in full or place not in trained:
+        return f"{place}/all/{length}"
+    return f"{full[0]}/all/{length}" if full else None

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdraft.config import UserError
+from specdraft.config import UserError, require_positive
 from specdraft.decoding.live_rows import RowBuffer, Verified, rows_by_target_id
 from specdraft.models.drafter import LiveRows
 from specdraft.models.heads import Head
@@ -45,6 +45,14 @@ class EvoSpecConfig:
     miss_threshold: float = 0.2
     miss_rate: float = 0.1
     across_requests: bool = False
+
+    def __post_init__(self) -> None:
+        require_positive({f"evospec.{name}": getattr(self, name) for name in ("top", "refresh_every")})
+        for name in ("beta", "decay", "miss_threshold", "miss_rate"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"evospec.{name}: got {getattr(self, name)}, allowed: 0 to 1")
+        if self.residency < 0 or not 0 <= self.mu < math.inf:
+            raise UserError(f"evospec.residency, evospec.mu: got {self.residency} and {self.mu}, allowed: 0 or more")
 
 
 class EvoSpecVocabulary:

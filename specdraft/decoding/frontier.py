@@ -8,11 +8,13 @@ Letters: k rows, V target vocabulary, H width, R rank.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -111,7 +113,7 @@ def probability_mass(target: TargetModel, examples: Sequence[Example], folder: P
     masks = [example.loss_mask.nonzero().flatten().tolist() for example in examples]
     key = hash_json([target.hash, str(target.dtype), [example_key(example) for example in examples], masks])
     path = folder / f"mass-{key}.safetensors"
-    if path.exists():
+    with contextlib.suppress(FileNotFoundError, SafetensorError, KeyError):  # none yet, or not what is written here
         return load_file(path)["mass"]
     total, count = torch.zeros(target.vocab_size, dtype=torch.float64), 0
     for example in tqdm(examples, desc="probability mass", unit="answer"):

@@ -9,6 +9,7 @@ Letters: k rows, V target vocabulary, R rank, H width, K tokens drafted in a rou
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import statistics
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from specdraft.config import UserError
 from specdraft.data.chat import render_prompt
 from specdraft.data.tasks import builtin_prompts
 from specdraft.data.vocab import VocabMap
@@ -94,7 +96,7 @@ def cached_head_times(target: TargetModel, folder: Path, drafted: int, repeats: 
     here = machine()
     settings = [target.hash, str(target.dtype), here["processor"], here["threads"], here["gpus"], drafted, repeats]
     path = folder / f"head-times-{hash_json(settings)}.json"
-    if path.exists():
+    with contextlib.suppress(FileNotFoundError, ValueError, TypeError):  # none yet, or not what is written here
         found = HeadTimes(**json.loads(path.read_text()))
         if not found.warning:
             return found
@@ -189,6 +191,10 @@ def round_seconds(target: TargetModel, drafted: int, seconds: dict) -> tuple[flo
         if number:  # the first is warm-up
             alone += own.trace.rounds
             rounds += [r for r in out.trace.rounds if r.drafted == drafted]
+    if not rounds:
+        raise UserError(
+            f"acceptance: got {drafted} positions, but no round of the target's answers drafts as many; give fewer"
+        )
     own_head = seconds["rows", rows] if options["synchronize"] else None  # nobody waits for a GPU inside a draft step
     body = statistics.median(r.draft_s - (drafted * own_head if own_head else r.head_s) for r in rounds) / drafted
     verify = statistics.median(r.verify_s + r.sample_s for r in rounds)

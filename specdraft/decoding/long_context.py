@@ -14,13 +14,13 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from specdraft.config import UserError
+from specdraft.config import UserError, require_positive
 from specdraft.decoding.costs import CostTable
 from specdraft.decoding.generate import autoregressive_generate, speculative_generate
 from specdraft.decoding.length_policy import LengthPolicy
@@ -29,7 +29,7 @@ from specdraft.decoding.sampling import Sampling, greedy
 from specdraft.decoding.trace import Round
 from specdraft.models.cache import KVCache
 from specdraft.models.drafter import Drafter
-from specdraft.models.load import supported_dtype
+from specdraft.models.load import require_device, supported_dtype
 from specdraft.models.sparse_self import SparseSelfConfig, SparseSelfDrafter
 from specdraft.models.target import TargetModel
 from specdraft.provenance import machine
@@ -95,8 +95,17 @@ class RandomModel:
     kv_heads: int = 4
     vocab: int = 1024
 
+    def __post_init__(self) -> None:
+        require_positive({f"random_model.{name}": value for name, value in asdict(self).items()})
+        if self.hidden % (2 * self.heads) or self.heads % self.kv_heads:
+            raise UserError(
+                f"random_model: got hidden {self.hidden}, heads {self.heads}, kv_heads {self.kv_heads}, allowed: heads of one even width, "
+                "as many of them for each key/value head"
+            )
+
 
 def random_target(shape: RandomModel, positions: int, dtype: torch.dtype, device: str, seed: int) -> TargetModel:
+    require_device(device)
     config = LlamaConfig(
         hidden_size=shape.hidden,
         intermediate_size=2 * shape.hidden,

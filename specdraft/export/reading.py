@@ -36,7 +36,7 @@ def read_json(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
     except OSError:
         raise UserError(f"drafter {folder}: has no config.json; give the folder of an EAGLE-3 drafter") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(f"drafter {folder}: config.json is not JSON; fetch the drafter again") from None
     if not isinstance(config, dict):
         raise UserError(f"drafter {folder}: config.json holds no settings; fetch the drafter again")

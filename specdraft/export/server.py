@@ -16,6 +16,7 @@ from typing import Any
 from specdraft.config import UserError
 
 SAMPLE = re.compile(r"^(\w+:\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
+POSITION = re.compile(r'position="(\d+)"')
 VLLM = "vllm:spec_decode_num_"
 
 
@@ -66,17 +67,21 @@ def request(url: str, timeout: float, body: dict[str, Any] | None = None) -> str
 
 def parse(text: str, url: str) -> dict[str, Any]:
     try:
-        return json.loads(text)
-    except ValueError:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
         raise UserError(f"server {url}: its answer is not JSON; is it vLLM or SGLang?") from None
+    if not isinstance(found, dict):
+        raise UserError(f"server {url}: its answer is no JSON object; is it vLLM or SGLang?")
+    return found
 
 
 def only_model(url: str, timeout: float) -> str:
     """The name of the model that the server has."""
-    found = parse(request(f"{url}/v1/models", timeout), url).get("data") or []
-    if len(found) != 1:
-        raise UserError(f"server {url}: has {len(found)} models, name one with --model")
-    return found[0]["id"]
+    found = parse(request(f"{url}/v1/models", timeout), url).get("data")
+    names = [model.get("id") for model in found if isinstance(model, dict)] if isinstance(found, list) else []
+    if len(names) != 1 or not isinstance(names[0], str):
+        raise UserError(f"server {url}: has {len(names)} models, name one with --model")
+    return names[0]
 
 
 def complete(
@@ -88,9 +93,12 @@ def complete(
     answer = parse(request(f"{url}/v1/completions", timeout, body), url)
     seconds = time.perf_counter() - start
     try:
-        return Completion(answer["choices"][0]["text"], answer["usage"]["completion_tokens"], seconds)
-    except (KeyError, IndexError, TypeError):
-        raise UserError(f"server {url}: its answer has no text or no token count; is it vLLM or SGLang?") from None
+        text, tokens = answer["choices"][0]["text"], answer["usage"]["completion_tokens"]
+    except (LookupError, TypeError):
+        text = tokens = None
+    if not isinstance(text, str) or not isinstance(tokens, int):
+        raise UserError(f"server {url}: its answer has no text or no token count; is it vLLM or SGLang?")
+    return Completion(text, tokens, seconds)
 
 
 def counters(url: str, timeout: float) -> dict[str, Any]:
@@ -105,17 +113,19 @@ def counters(url: str, timeout: float) -> dict[str, Any]:
         for name, labels, value in samples:
             if name == VLLM + "drafts_total":
                 found["drafts"] += float(value)
-            elif name == VLLM + "accepted_tokens_per_pos_total":
-                position = int(re.search(r'position="(\d+)"', labels)[1])
-                found["positions"][position] = found["positions"].get(position, 0.0) + float(value)
+            elif name == VLLM + "accepted_tokens_per_pos_total" and (position := POSITION.search(labels)):
+                place = int(position[1])
+                found["positions"][place] = found["positions"].get(place, 0.0) + float(value)
         return found
     lengths = [float(value) for name, _, value in samples if name == "sglang:spec_accept_length"]
     if not lengths and not samples:
         try:
-            states = parse(request(f"{url}/get_server_info", timeout), url).get("internal_states") or []
+            states = parse(request(f"{url}/get_server_info", timeout), url).get("internal_states")
         except UserError:
             return {"server": "unknown"}
-        lengths = [state["avg_spec_accept_length"] for state in states if "avg_spec_accept_length" in state]
+        states = [state for state in states if isinstance(state, dict)] if isinstance(states, list) else []
+        found = [state.get("avg_spec_accept_length") for state in states]
+        lengths = [length for length in found if isinstance(length, int | float)]
     return {"server": "SGLang", "accept_length": lengths[0] if lengths and lengths[0] else None}
 
 

@@ -22,6 +22,7 @@ from specdraft.models.target import TargetModel
 from specdraft.provenance import atomic_path, provenance, write_json
 
 FORMAT = "specdraft-eagle3-1"
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 NEEDED, NEEDED_OF_TARGET = {"drafter", "target", "vocab_hash", "dtype"}, {"name", "hash", "vocab_size"}
 
 
@@ -84,7 +85,14 @@ def load_drafter(
                 f"drafter {folder}: vocabulary map {vocab_map.hash}, config.json says {config['vocab_hash']}; the checkpoint is corrupt"
             )
         weights = {name: tensor for name, tensor in weights.items() if name not in ("d2t", "t2d")}
-    drafter = Eagle3Drafter(config_from_dict(Eagle3Config, config["drafter"], f"{folder}/config.json"), vocab_map)
+    shape = config_from_dict(Eagle3Config, config["drafter"], f"{folder}/config.json")
+    try:
+        drafter = Eagle3Drafter(shape, vocab_map)
+    except Exception as error:  # whatever impossible numbers make torch and transformers raise
+        raise UserError(
+            f"drafter {folder}: config.json describes no drafter ({type(error).__name__}: {' '.join(str(error).split())[:120]}); the "
+            "checkpoint is corrupt, restore or retrain it"
+        ) from None
     if drafter.config.tap_layers != target.tap_layers:
         raise UserError(
             f"drafter {folder}: reads the target's layers {drafter.config.tap_layers}, this target gives {target.tap_layers}; "
@@ -104,7 +112,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"drafter {folder}: has no config.json; give a folder that a recipe wrote, such as runs/<name>/drafter"
         ) from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(
             f"drafter {folder}: config.json is not JSON; the checkpoint is corrupt, restore or retrain it"
         ) from None
@@ -120,6 +128,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     if missing:
         raise UserError(
             f"drafter {folder}: config.json has no {missing[0]}; the checkpoint is corrupt, restore or retrain it"
+        )
+    if config["dtype"] not in DTYPES:
+        raise UserError(
+            f"drafter {folder}: config.json has dtype {config['dtype']!r}, allowed: {', '.join(DTYPES)}; the checkpoint is corrupt, "
+            "restore or retrain it"
         )
     return config
 

@@ -31,7 +31,7 @@ def load_model(
         UserError: nothing there, no config, not a causal language model, needs remote code, incomplete or corrupt
             weights, no tokenizer, an unreachable Hub.
     """
-    _require_device(device)
+    require_device(device)
     source, gguf = _locate(where)
     options = {"revision": revision} if revision is not None else {}
     if gguf is not None:
@@ -65,7 +65,8 @@ def load_model(
     return model.to(device).eval().requires_grad_(False), tokenizer
 
 
-def _require_device(device: str) -> None:
+def require_device(device: str) -> None:
+    """Raises UserError for a device that torch does not see here."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:

@@ -187,10 +187,40 @@ def test_the_benchmark_at_temperature_1_in_batches(workdir):
     assert "match_rate" not in lines[1]
 
 
+@pytest.mark.slow
+def test_the_benchmark_of_the_target_that_drafts_for_itself(workdir):
+    """Beside a drafter, in chains of one request, greedy and sampled; with a part of its positions."""
+    (workdir / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    flags = [
+        *("--drafters", "sparse_self", "low", "--length", "fixed", "entropy", "expected_speedup", "--output=self"),
+        *("--trees", "chain", "eagle2", "--temperatures", "0", "1", "--batches", "1", "2", "--repeats=1"),
+        *("--policies.sparse.recent=8", "--policies.sparse.budget=0.2", "--cost-prompts=4", "--cost-tokens=64"),
+    ]
+    done = bench(workdir, *flags)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (workdir / "self" / "results.jsonl").read_text().splitlines()]
+    own = [line for line in lines if line["drafter"] == "sparse_self"]
+    assert {(line["name"], line["temperature"], line["batch"]) for line in own} == {
+        (f"sparse_self/all/{length}", temperature, 1)
+        for length in ("fixed", "entropy", "expected_speedup")
+        for temperature in (0.0, 1.0)
+    }
+    assert any(line["name"] == "low/all/eagle2" and line["batch"] == 2 for line in lines)
+    assert not any("nu" in line for line in lines if line["drafter"] == "low")
+    for line in own:
+        assert line["sparse"]["recent"] == 8
+        assert line.get("match_rate", 1) == 1
+        assert line["tau"] == pytest.approx(line["tau_identity"])
+        assert 0 <= line["hindsight_length"] <= 3
+        assert 0 <= line["hindsight_distance"] <= 3
+    costs = [json.loads(path.read_text()) for path in (workdir / "self" / "costs").glob("*/costs.json")]
+    assert [len(table["draft"]) for table in costs] == [4] * 4  # two drafters, two temperatures
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "error: drafters, repeats, batches: got 0, 2, (1,)"),
+        ([], "error: drafters: got none, allowed: one or more"),
         (
             ["--drafters", "useful", "--vocab", "few", "--prompts=prompts.jsonl"],
             "vocab: got 'few', allowed: all, frequency",

@@ -110,7 +110,7 @@ def run(workdir, url, *flags):
 def test_vllm_counters_and_a_baseline(workdir, serve, capsys):
     """The warm-up request is counted on neither side; positions: 3 of 4 rounds, then 1 of those 3."""
     alone, server = serve("alone"), serve("vllm")
-    run(workdir, alone.url, f"--output={workdir / 'alone.json'}")
+    run(workdir, alone.url, f"--output={workdir / 'alone.json'}", "--concurrency=3")
     assert "the server counted no drafts" in capsys.readouterr().out
     run(workdir, server.url + "/v1/", f"--baseline={workdir / 'alone.json'}", "--concurrency=3", "--json=True")
     lines = capsys.readouterr().out.splitlines()
@@ -149,8 +149,15 @@ def test_other_servers(kind, server, tau, workdir, serve, capsys):
         (None, ["--url=nonsense"], "cannot be reached"),
         (None, ["--target=no/where"], "its tokenizer cannot be read"),
         (None, ["--prompts=nowhere.jsonl"], "nowhere.jsonl"),
-        (None, ["--count=0"], "allowed: at least 1"),
-        (None, ["--baseline=nowhere.json"], "is not a file that --output wrote"),
+        (b"[]", [], "its answer is no JSON object"),
+        (b"[" * 100_000, [], "its answer is not JSON"),
+        (b'{"choices": [{"text": "a"}], "usage": {"completion_tokens": "seven"}}', [], "no text or no token count"),
+        (None, ["--count=0"], "count: got 0, allowed: 1 or more"),
+        (None, ["--max-new-tokens=-1"], "max_new_tokens: got -1"),
+        (None, ["--temperature=nan"], "temperature: got nan"),
+        (None, ["--timeout=0"], "timeout: got 0.0, allowed: above 0"),
+        (None, ["--output=/"], "output /: is a folder, allowed: a file"),
+        (None, ["--baseline=nowhere.json"], "baseline nowhere.json: cannot be read"),
     ],
 )
 def test_faults_are_one_line(fault, flags, message, workdir, serve):
@@ -162,8 +169,30 @@ def test_faults_are_one_line(fault, flags, message, workdir, serve):
     assert "\n" not in str(caught.value)
 
 
-def test_a_baseline_of_other_prompts(workdir, serve):
+BASELINE = {
+    "texts": ["a"] * 5,
+    "tokens_per_second": 1.0,
+    "config": {"max_new_tokens": 128, "temperature": 0.0, "concurrency": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"texts": ["a"]}, "has 1 texts, this run 5"),
+        ({"texts": None}, "has no list of texts, or no settings; give a file that --output wrote"),
+        ({"tokens_per_second": 0.0}, "has 0.0 tokens per second"),
+        ({"tokens_per_second": "fast"}, "has 'fast' tokens per second"),
+        (
+            {"config": BASELINE["config"] | {"concurrency": 4}},
+            "was run with concurrency = 4, now 1; give both the same",
+        ),
+        ({"config": BASELINE["config"] | {"max_new_tokens": 64}}, "was run with max_new_tokens = 64, now 128"),
+    ],
+)
+def test_a_baseline_that_is_none_is_refused_before_anything_runs(workdir, serve, change, message):
     server = serve("vllm")
-    (workdir / "short.json").write_text(json.dumps({"texts": ["a"], "tokens_per_second": 1.0}))
-    with pytest.raises(UserError, match="has 1 texts, this run 5"):
+    (workdir / "short.json").write_text(json.dumps(BASELINE | change))
+    with pytest.raises(UserError, match=message):
         run(workdir, server.url, f"--baseline={workdir / 'short.json'}")
+    assert server.seen == []

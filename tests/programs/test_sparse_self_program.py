@@ -77,7 +77,7 @@ def test_what_is_there_is_not_measured_again(workdir, program, monkeypatch, caps
     ("flags", "message"),
     [
         (("--parts", "long", "--output", "empty"), "acceptance: got none"),
-        (("--lengths", "21"), "lengths from 1 to sparse.longest"),
+        (("--lengths", "21"), r"lengths: got \(21,\), allowed: from 1 to sparse.longest = 20"),
         (("--budgets", "1.5", "--parts", "long", "--acceptance", "0.5"), "budget: got 1.5"),
     ],
 )

@@ -114,3 +114,15 @@ def test_a_program_ends_with_code_2(monkeypatch, capsys):
         run_program(print, Outer)
     assert stop.value.code == 2
     assert capsys.readouterr().err == "error: name: got bad, allowed: another\n"
+
+
+@dataclass
+class Shape:
+    width: int
+    depth: int = 1
+
+
+def test_what_has_no_default_is_needed():
+    assert config_from_dict(Shape, {"width": 3}) == Shape(3)
+    with pytest.raises(UserError, match="shape: has no width; needed: width"):
+        config_from_dict(Shape, {"depth": 2}, "shape")

@@ -5,10 +5,21 @@ import os
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from specdraft.config import UserError
-from specdraft.provenance import atomic_path, hash_file, hash_json, hash_tensors, provenance, require_disk, write_json
+from specdraft.provenance import (
+    atomic_path,
+    hash_file,
+    hash_json,
+    hash_tensors,
+    provenance,
+    read_json,
+    require_disk,
+    require_writable,
+    write_json,
+)
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):
@@ -69,3 +80,78 @@ def test_provenance_names_versions_machine_and_date():
     assert found["versions"]["torch"] == torch.__version__
     assert found["machine"]["threads"] == torch.get_num_threads()
     assert len(found["date"]) == 10
+
+
+NOBODY = 2**22 + 1  # no process has such a number
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    """Not what a living process writes, what somebody else named so, or what was touched just now: a file system has other machines."""
+    old = [f".a.json.{NOBODY}.tmp", f".a.json.{os.getppid()}.tmp", ".a.json.mine.tmp", f".b.json.{NOBODY}.tmp"]
+    folder = tmp_path / f".a.json.{NOBODY + 1}.tmp"
+    folder.mkdir()
+    (folder / "model.safetensors").write_text("half")
+    for name in (*old, f".a.json.{NOBODY + 2}.tmp"):
+        (tmp_path / name).write_text("half")
+    for path in (folder / "model.safetensors", folder, *(tmp_path / name for name in old)):
+        os.utime(path, (1e9, 1e9))
+    write_json(tmp_path / "a.json", {})
+    assert {path.name for path in tmp_path.iterdir()} == {"a.json", *old[1:], f".a.json.{NOBODY + 2}.tmp"}
+
+
+def test_what_an_earlier_process_of_the_same_number_left_is_no_hindrance(tmp_path):
+    """In a container every run has the same few process numbers."""
+    left = tmp_path / f".d.{os.getpid()}.tmp"
+    left.mkdir()
+    (left / "half").write_text("half")
+    with atomic_path(tmp_path / "d") as temporary:
+        temporary.mkdir()
+        (temporary / "whole").write_text("whole")
+    assert [path.name for path in tmp_path.rglob("*")] == ["d", "whole"]
+
+
+def test_a_file_never_takes_the_place_of_a_folder(tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match="home: is a folder, allowed: a file"):
+        write_json(tmp_path / "home", {})
+    assert [path.name for path in tmp_path.rglob("*")] == ["home", "thesis.tex"]
+
+
+def test_a_full_disk_inside_safetensors_is_one_line(tmp_path):
+    def write():
+        with atomic_path(tmp_path / "x") as path:
+            path.symlink_to("/dev/full")
+            save_file({"a": torch.ones(2**18)}, path)
+
+    with pytest.raises(UserError, match="No space left on device; free some space"):
+        write()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(SafetensorError, match="of its own"), atomic_path(tmp_path / "x"):
+        raise SafetensorError("something of its own")
+
+
+def test_where_nothing_can_be_written_is_known_before_the_work(tmp_path, monkeypatch):
+    require_writable(tmp_path / "deep" / "er", "output")
+    assert (tmp_path / "deep" / "er").is_dir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"output .*file/x: cannot be made"):
+        require_writable(tmp_path / "file" / "x", "output")
+    monkeypatch.setattr(os, "access", lambda *_: False)  # tests may run as root
+    with pytest.raises(UserError, match="deep: may not be written to"):
+        require_writable(tmp_path / "deep", "output")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "cannot be read"), (b"{", "is not JSON"), (b"\xff", "is not JSON"), (b"[" * 100_000, "is not JSON")],
+)
+def test_json_of_others(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(UserError, match=f"^list .*a.json: {message}.*; make it again$"):
+        read_json(tmp_path / "a.json", "list", "make it again")
+    write_json(tmp_path / "a.json", {"a": 1})
+    assert read_json(tmp_path / "a.json", "list", "make it again", ("a",)) == {"a": 1}
+    with pytest.raises(UserError, match="is no JSON object with b; make it again"):
+        read_json(tmp_path / "a.json", "list", "make it again", ("b",))

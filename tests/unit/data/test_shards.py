@@ -194,13 +194,41 @@ def test_corrupt_or_missing_files_are_refused(tmp_path, target, examples):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "no index.json"), ("{", "not JSON"), (json.dumps({"key": {"format": "other"}}), "not of the format")],
+    [
+        (None, "no index.json"),
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "not of the format"),
+        ('{"key": []}', "not of the format"),
+        (json.dumps({"key": {"format": "other"}}), "not of the format"),
+        (json.dumps({"key": {"format": shards.FORMAT}, "complete": True}), "lost a part of itself"),
+    ],
 )
 def test_bad_index_is_refused(tmp_path, target, content, message):
     if content is not None:
         (tmp_path / "index.json").write_text(content)
     with pytest.raises(UserError, match=message):
         Shards(tmp_path, target)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"complete": None},
+        {"shards": None},
+        {"shards": ["a"]},
+        {"shards": [{"file": "a", "rows": [["key"]], "bad": []}]},
+        {"shards": [{"file": "a", "rows": [["key", "3"]], "bad": []}]},
+        {"complete": False, "planned_shards": None},
+    ],
+)
+def test_an_index_that_lost_a_part_is_refused(tmp_path, target, examples, change):
+    extract(target, examples, tmp_path, MAX_LENGTH, SMALL)
+    index = json.loads((tmp_path / "index.json").read_text())
+    assert read_index(tmp_path) == index
+    (tmp_path / "index.json").write_text(json.dumps(index | change))
+    with pytest.raises(UserError, match="lost a part of itself; remove the folder and extract again"):
+        read_index(tmp_path)
 
 
 def test_bad_data_is_refused_before_anything_is_written(tmp_path, target, examples):

@@ -1,6 +1,7 @@
 """Answers in batches are the answers one by one; files survive a crash and never mix up targets, settings or prompts."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -167,11 +168,23 @@ def test_files_edited_by_hand(target, tmp_path):
         answer_prompts(target, PROMPTS[:1], path, CONFIG)
 
 
-def test_the_estimate_names_tokens_time_memory_and_disk(target):
-    line = estimate_answers(target, PROMPTS, CONFIG)
+def test_the_estimate_names_tokens_time_memory_and_disk(target, tmp_path):
+    line = estimate_answers(target, PROMPTS, CONFIG, tmp_path / "a.jsonl")
     assert "108 tokens" in line
     assert all(word in line for word in ("minutes", "memory", "disk"))
     assert json.dumps(line)
+
+
+def test_no_estimate_of_what_the_time_does_not_allow(target, tmp_path):
+    """Of two minutes 1.5 are spent, and the slowest group took one; or half a minute is left."""
+    config, path = replace(CONFIG, max_minutes=2), tmp_path / "a.minutes.json"
+    path.write_text("[1.5, 1.0]")
+    line = estimate_answers(target, PROMPTS, config, tmp_path / "a.jsonl")
+    assert line.startswith(
+        f"answers: 1.5 of 2 minutes are spent, and no more fits: {len(PROMPTS)} prompts are left out"
+    )
+    path.write_text("[1.9999999, 0.0]")
+    assert "of which 1e-07 are allowed" in estimate_answers(target, PROMPTS, config, tmp_path / "a.jsonl")
 
 
 def test_states_made_on_the_way_are_those_of_a_forward_pass(target, tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,9 +23,11 @@ from specdraft.decoding.trace import tau
 from specdraft.decoding.vocab_policies import VOCAB_POLICIES, NanoSpec
 from specdraft.models.heads import HeadConfig
 from specdraft.models.initialise import DrafterConfig, new_drafter
+from specdraft.models.sparse_self import SparseSelfConfig
+from specdraft.models.target import TargetModel
 from specdraft.models.tree import Eagle2Tree
 from specdraft.provenance import machine
-from specdraft.testing import tiny_target
+from specdraft.testing import tiny_model, tiny_target, tiny_tokenizer
 
 REQUESTS = [bench.Request(f"q{i}#1", "task", [i, 3, 1]) for i in range(5)]
 
@@ -159,6 +162,50 @@ def test_cells_are_pooled_request_by_request():
     assert found["tokens"] == 5 * 16
 
 
+def test_a_line_that_a_killed_run_left_half_written_is_made_again(target, tmp_path):
+    prompts, path = [Prompt(name, "mt_bench", ("Hello.", "Why?")) for name in "ab"], tmp_path / "answers.jsonl"
+    requests, _ = bench.make_requests(target, prompts, 12, path)
+    whole = path.read_text()
+    path.write_text(whole[:-5])
+    assert bench.make_requests(target, prompts, 12, path) == (requests, 0)
+    assert path.read_text() == whole
+    path.write_text("[]\n")
+    with pytest.raises(UserError, match="is not what this program writes; remove it"):
+        bench.make_requests(target, prompts, 12, path)
+
+
+def test_answers_are_those_to_the_same_text(target, tmp_path):
+    """Two files of prompts may use the same ids."""
+    path = tmp_path / "answers.jsonl"
+    one, two = (Prompt("a", "mt_bench", (text, "Why?")) for text in ("Hello.", "Write of the sea."))
+    bench.make_requests(target, [one], 12, path)
+    assert bench.make_requests(target, [two], 12, path) == bench.make_requests(target, [two], 12, tmp_path / "b.jsonl")
+
+
+def test_a_task_named_twice_is_measured_once():
+    prompts = [Prompt(name, task, ("Hello.",)) for name, task in (("a", "qa"), ("b", "qa"), ("c", "sums"))]
+    chosen = bench.choose_prompts(prompts, ("sums", "qa", "qa"), 1)
+    assert [prompt.id for prompt in chosen] == ["c", "a"]
+
+
+def test_where_nothing_fits_it_says_so(target, tmp_path):
+    with pytest.raises(UserError, match="max_new_tokens: got 512, which leaves room for none of 2 turns"):
+        bench.make_requests(target, [Prompt("a", "x", ("Hello.", "Why?"))], 512, tmp_path / "answers.jsonl")
+
+
+def test_costs_are_measured_on_prompts_as_long_as_the_requests():
+    """Built-in prompts for short requests; documents for long ones, none of them a request."""
+    model = tiny_model()
+    model.config.max_position_embeddings = 4000
+    target = TargetModel.from_model(model, tiny_tokenizer())
+    short = bench.cost_prompts(target, REQUESTS, 3, 24)
+    assert len(short) == 3
+    requests = [bench.Request(f"q{i}", "x", [5] * length) for i, length in enumerate((40, 3000, 3500))]
+    long = bench.cost_prompts(target, requests, 2, 24)
+    assert [2000 < len(prompt) <= 3000 for prompt in long] == [True, True]
+    assert long[0] not in bench.documents(target, 2, 3000, seed=0)
+
+
 # --- contenders ---
 
 
@@ -208,6 +255,54 @@ def test_every_policy_can_be_had_by_name(target, tmp_path, monkeypatch):
         json.dumps([entry.what for entry in entries.values()])
         assert entries["full/nanospec/fixed"].what["vocab"] == {"policy": "nanospec", "capacity": 3072, "kind": "grow"}
         assert entries["full/all/libraspec"].what["length"]["retreats"] == (temperature == 0)
+
+
+def test_the_target_that_drafts_for_itself_is_a_contender(tmp_path, monkeypatch):
+    """Chains of one request; no trained drafter is compared with its head, but its own live vocabularies are."""
+    monkeypatch.setattr(contenders, "measure_costs", lambda *args, **options: (COSTS, [0.5]))
+    target = tiny_target()
+    settings = PolicyConfig(most=4, sparse=SparseSelfConfig(budget=0.2, recent=8, longest=4))
+    places = (Path(contenders.SPARSE_SELF),)
+    drafters, hashes = contenders.load_drafters(places, target, settings)
+    names = (("all", "nanospec"), tuple(LENGTH_POLICIES), ("chain", "eagle2"))
+    both = {**drafters, "low": drafter_of(target, "lowrank")}
+    options = (settings, 0.0, 1, CostConfig(tmp_path / "costs", [[1, 2, 3]]))
+    entries = make_entries(target, both, {**hashes, "low": "1"}, *names, *options)
+    own = {name: entry for name, entry in entries.items() if name.startswith("sparse_self/")}
+    assert set(own) == {f"sparse_self/{vocab}/{length}" for vocab in names[0] for length in LENGTH_POLICIES}
+    assert own["sparse_self/nanospec/svip"].full_head == "sparse_self/all/svip"
+    assert entries["low/all/fixed"].full_head is None
+    what = own["sparse_self/all/fixed"].what
+    assert (what["hash"], what["head"], what["sparse"]["budget"]) == (target.hash, "full", 0.2)
+    options = (settings, 0.0, 2, CostConfig(tmp_path / "costs", [[1, 2, 3]]))
+    assert make_entries(target, drafters, hashes, *names, *options) == {}
+
+
+@pytest.mark.parametrize("length", ["fixed", "entropy"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_numbers_of_the_target_that_drafts_for_itself(tmp_path, length, temperature):
+    """On all positions every draft is accepted, so that tau, hindsight and match rate are known."""
+    target = tiny_target(dtype=torch.float64)
+    target.eos_token_ids = ()
+    settings = PolicyConfig(drafted=3, most=4, sparse=SparseSelfConfig(budget=1.0, longest=4))
+    places = (Path(contenders.SPARSE_SELF),)
+    measuring = CostConfig(tmp_path / "costs", [list(range(40, 60)), list(range(50, 80))], 120)
+    drafters, hashes = contenders.load_drafters(places, target, settings)
+    entries = make_entries(target, drafters, hashes, ["all"], [length], ["chain"], settings, temperature, 1, measuring)
+    ((name, entry),) = entries.items()
+    assert len(entry.costs.draft) == 5
+    assert entry.costs.draft[4] > entry.costs.draft[1] > 0
+    requests = [bench.Request(f"q{i}", "task", list(range(40, 60 + i))) for i in range(3)]
+    how = bench.Decoding(33, temperature)
+    repeats = [bench.run_repeat(target, {name: entry.side}, requests, how, turn) for turn in range(2)]
+    found = bench.cell_numbers(repeats, name, COSTS, entry.full_head)
+    assert found["tau"] == pytest.approx(found["tau_identity"])
+    assert found["coverage_draft"] == found["hindsight_lower_bounds"] == found["nu"] == found["rho_tau"] == 1
+    assert found.get("match_rate") == (1 if temperature == 0 else None)
+    if length == "fixed":
+        assert found["tau"] == 4  # 32 tokens after the first in 8 rounds
+        assert (found["hindsight_length"], found["hindsight_distance"], found["best_fixed_length"]) == (3, 0, 3)
+    assert found["head_ms"] > 0
 
 
 def test_costs_are_measured_once_for_a_contender(target, tmp_path, monkeypatch):
