@@ -26,6 +26,7 @@ from specdraft.decoding import bench
 from specdraft.decoding.contenders import CostConfig, Entry, PolicyConfig, check_names, make_entries
 from specdraft.decoding.measure import BUSY, TARGET_ALONE
 from specdraft.models.checkpoint import load_drafter, read_config
+from specdraft.models.heads import HeadDtype
 from specdraft.models.target import TargetModel
 from specdraft.provenance import atomic_path, hash_file, hash_json, machine, provenance, write_json
 
@@ -36,8 +37,9 @@ ALL_TASKS = "all"
 class BenchConfig:
     """drafters: checkpoint folders.   target: as the recipes take it.   prompts: a JSONL file; `builtin` = held-out built-in
     prompts.   tasks: only these; none = all.   per_task: the first n prompts of each; None = all.   vocab, length: names of
-    policies (VOCAB_POLICIES, LENGTH_POLICIES).   trees: `chain`, `eagle2` (which takes no length policy).   batches: requests
-    decoded together.   cost_prompts, cost_tokens: held-out built-in prompts on which T_draft and T_verify are measured, once, and
+    policies (VOCAB_POLICIES, LENGTH_POLICIES).   trees: `chain`, `eagle2` (which takes no length policy).   head_dtypes: every
+    drafter with its head's rows as they are (`own`), or in INT8 (`int8`: on a CPU, all rows live).   batches: requests decoded
+    together.   cost_prompts, cost_tokens: held-out built-in prompts on which T_draft and T_verify are measured, once, and
     new tokens of each.   threads: None = as torch has it."""
 
     drafters: tuple[Path, ...] = ()
@@ -52,6 +54,7 @@ class BenchConfig:
     vocab: tuple[str, ...] = ("all",)
     length: tuple[str, ...] = ("fixed",)
     trees: tuple[str, ...] = ("chain",)
+    head_dtypes: tuple[HeadDtype, ...] = ("own",)
     temperatures: tuple[float, ...] = (0.0,)
     batches: tuple[int, ...] = (1,)
     repeats: int = 3
@@ -84,6 +87,10 @@ def main(config: BenchConfig) -> None:
             f"drafters, repeats, batches: got {len(config.drafters)}, {config.repeats}, {config.batches}, allowed: 1 or more of each"
         )
     check_names(config.policies, config.vocab, config.length, config.trees)
+    if "int8" in config.head_dtypes and set(config.vocab) != {"all"}:
+        raise UserError(
+            f"head_dtypes: got int8 with vocab {' '.join(config.vocab)}, allowed: all; live rows are packed in the weights' own dtype"
+        )
     for folder in config.drafters:
         read_config(folder)
     run = prepare(config, choose_prompts(config))
@@ -98,8 +105,11 @@ def main(config: BenchConfig) -> None:
 def prepare(config: BenchConfig, prompts: list[Prompt]) -> Run:
     """Target, drafters, requests and contenders, costs measured."""
     target = TargetModel.load(config.target, dtype=getattr(torch, config.dtype), device=config.device)
-    drafters = {str(folder): load_drafter(folder, target) for folder in config.drafters}
-    hashes = {place: hash_file(Path(place) / "model.safetensors") for place in drafters}
+    drafters, hashes = {}, {}
+    for folder, dtype in itertools.product(config.drafters, config.head_dtypes):
+        place = f"{folder}{'' if dtype == 'own' else f' {dtype}'}"
+        drafters[place] = load_drafter(folder, target, head_dtype=dtype)
+        hashes[place] = hash_file(folder / "model.safetensors")
     answers = config.output / f"answers-{hash_json([target.hash, config.max_new_tokens, str(target.dtype)])}.jsonl"
     requests, left_out = bench.make_requests(target, prompts, config.max_new_tokens, answers)
     print(

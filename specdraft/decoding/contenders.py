@@ -189,7 +189,7 @@ def make_entries(
         rows = [policy]
         rows += [vocab_policy(name, drafter.lm_head, target, settings, frequency, policy)[0] for _ in range(1, batch)]
         what = {"drafter": place, "hash": hashes[place], "head": drafter.config.head.kind}
-        what["vocab"] = {"policy": name, **made_with}
+        what |= {"head_dtype": drafter.head_dtype, "vocab": {"policy": name, **made_with}}
         costs, acceptance = costs_of(target, Contender(drafter, None, policy), what, settings, temperature, measuring)
         for stop in length if CHAIN in trees else ():
             made = [length_policy(stop, settings, costs, acceptance, temperature) for _ in rows]
@@ -252,8 +252,9 @@ def costs_of(
 
 
 def _full_head(drafters: dict[str, Eagle3Drafter], place: str, length: str) -> str | None:
-    """A drafter with a full head is compared with itself over all rows; others with the first that has one."""
-    full = [name for name, drafter in drafters.items() if drafter.config.head.kind == "full"]
+    """A drafter with a full head is compared with itself over all rows; others, and those in INT8, with the first that has one."""
+    own = {name: drafter for name, drafter in drafters.items() if drafter.head_dtype == "own"}
+    full = [name for name, drafter in own.items() if drafter.config.head.kind == "full"]
     if not full:
         return None
     return f"{place if place in full else full[0]}/all/{length}"
