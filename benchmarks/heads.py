@@ -1,4 +1,4 @@
-"""Head times, cold, by rows and by rank, and what a round needs besides: what choosing a vocabulary by measurement rests on.
+"""Head times, cold, by rows and by rank, also in INT8, and what a round needs besides: what choosing a vocabulary by measurement rests on.
 
 python benchmarks/heads.py                                   # a table
 python benchmarks/heads.py --target gemma-3-270m --json      # and one line of JSON
@@ -38,6 +38,9 @@ def main(config: HeadsConfig) -> None:
     times = measure_head_times(target, config.drafted, config.repeats)
     heads = [(f"{k:,} rows", s) for k, s in zip(times.rows, times.row_seconds, strict=True)]
     heads += [(f"rank {r}", s) for r, s in zip(times.ranks, times.rank_seconds, strict=True)]
+    if times.int8_full_seconds is not None:
+        heads.append((f"{times.rows[-1]:,} rows, int8", times.int8_full_seconds))
+        heads += [(f"rank {r}, int8", s) for r, s in zip(times.ranks, times.int8_rank_seconds, strict=True)]
     full = times.row_seconds[-1]
     rows = [
         {
@@ -53,10 +56,10 @@ def main(config: HeadsConfig) -> None:
         f"{target.name}, {times.dtype}, {config.drafted} drafted: rest of a draft step {1e3 * times.body:.2f} ms, rest of the round "
         f"{1e3 * times.verify:.1f} ms, the target alone {1e3 * times.alone:.1f} ms, kappa {times.kappa:.2f}"
     )
-    print(f"{'head':<14}{'head_ms':>10}{'nu':>8}{'relative':>10}{'break_even':>12}")
+    print(f"{'head':<20}{'head_ms':>10}{'nu':>8}{'relative':>10}{'break_even':>12}")
     for row in rows:
         print(
-            f"{row['head']:<14}{row['head_ms']:>10.2f}{row['nu']:>8.2f}{row['relative']:>10.2f}{row['break_even']:>12.2f}"
+            f"{row['head']:<20}{row['head_ms']:>10.2f}{row['nu']:>8.2f}{row['relative']:>10.2f}{row['break_even']:>12.2f}"
         )
     if times.warning:
         print(f"warning: {times.warning}")

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-from specdraft.config import config_to_dict, require_positive, require_seed, require_some, run_program
+from specdraft.config import UserError, config_to_dict, require_positive, require_seed, require_some, run_program
 from specdraft.data.tasks import Prompt, builtin_prompts, read_prompts, split_held_out
 from specdraft.decoding import bench
 from specdraft.decoding.contenders import (
@@ -35,6 +35,7 @@ from specdraft.decoding.contenders import (
 )
 from specdraft.decoding.measure import BUSY, TARGET_ALONE
 from specdraft.decoding.sampling import Sampling
+from specdraft.models.heads import HeadDtype
 from specdraft.models.target import TargetModel
 from specdraft.provenance import hash_json, machine, provenance, read_json, require_writable, write_json
 
@@ -44,7 +45,8 @@ class BenchConfig:
     """drafters: checkpoint folders, and `sparse_self`: the target drafts for itself (policies.sparse; chains, batch 1).   target:
     as the recipes take it.   prompts: a JSONL file; `builtin` = held-out built-in prompts.   tasks: only these; none = all.   per_task:
     the first n prompts of each; None = all.   vocab, length: names of policies (VOCAB_POLICIES, LENGTH_POLICIES).   trees: `chain`,
-    `eagle2` (which takes no length policy).   batches: requests decoded together.   cost_prompts, cost_tokens: prompts on which T_draft
+    `eagle2` (which takes no length policy).   head_dtypes: every checkpoint with its head's rows as they are (`own`), or in INT8
+    (`int8`: on a CPU, all rows live).   batches: requests decoded together.   cost_prompts, cost_tokens: prompts on which T_draft
     and T_verify are measured, once, and new tokens of each: held-out built-in ones, or generated documents where the requests are
     longer than those.   threads: None = as torch has it."""
 
@@ -60,6 +62,7 @@ class BenchConfig:
     vocab: tuple[str, ...] = ("all",)
     length: tuple[str, ...] = ("fixed",)
     trees: tuple[str, ...] = ("chain",)
+    head_dtypes: tuple[HeadDtype, ...] = ("own",)
     temperatures: tuple[float, ...] = (0.0,)
     batches: tuple[int, ...] = (1,)
     repeats: int = 3
@@ -99,7 +102,7 @@ def main(config: BenchConfig) -> None:
 
 def check(config: BenchConfig) -> None:
     """All that can be said before a target is there. Raises UserError."""
-    names = ("drafters", "vocab", "length", "trees", "temperatures", "batches")
+    names = ("drafters", "vocab", "length", "trees", "head_dtypes", "temperatures", "batches")
     require_some({name: getattr(config, name) for name in names})
     names = ("threads", "per_task", "repeats", "max_new_tokens", "cost_prompts", "cost_tokens")
     require_positive({name: getattr(config, name) for name in names} | {"batches": min(config.batches)})
@@ -107,6 +110,10 @@ def check(config: BenchConfig) -> None:
     for temperature in config.temperatures:
         Sampling(temperature)
     check_names(config.policies, config.vocab, config.length, config.trees)
+    if "int8" in config.head_dtypes and set(config.vocab) != {"all"}:
+        raise UserError(
+            f"head_dtypes: got int8 with vocab {' '.join(config.vocab)}, allowed: all; live rows are packed in the weights' own dtype"
+        )
     check_drafters(config.drafters, config.policies, config.trees, config.batches)
     read_results(config.output)
     require_writable(config.output, "output")
@@ -115,7 +122,7 @@ def check(config: BenchConfig) -> None:
 def prepare(config: BenchConfig, prompts: list[Prompt]) -> Run:
     """Target, drafters, requests and contenders, costs measured."""
     target = TargetModel.load(config.target, dtype=getattr(torch, config.dtype), device=config.device)
-    drafters, hashes = load_drafters(config.drafters, target, config.policies)
+    drafters, hashes = load_drafters(config.drafters, target, config.policies, config.head_dtypes)
     answers = config.output / f"answers-{hash_json([target.hash, config.max_new_tokens, str(target.dtype)])}.jsonl"
     requests, left_out = bench.make_requests(target, prompts, config.max_new_tokens, answers)
     print(f"{len(requests)} requests of {len(prompts)} prompts; {left_out} turns left out: too long for the target")

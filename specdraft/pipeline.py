@@ -45,7 +45,7 @@ from specdraft.models.initialise import DrafterConfig, eagle3_config, new_drafte
 from specdraft.models.target import TargetModel
 from specdraft.provenance import hash_json, require_disk, sole_writer
 from specdraft.training.loop import TrainConfig, Trainer, TrainResult
-from specdraft.training.objective import ObjectiveConfig
+from specdraft.training.objective import ObjectiveConfig, Rows, supervised_counts
 from specdraft.training.processes import make_accelerator
 
 WHITENING_TOKENS = 16384
@@ -80,14 +80,13 @@ def half_an_hour() -> TrainConfig:
 
 
 @dataclass
-class RunConfig:
-    """name: of the run; everything goes to output/name.   target: `default` (SmolLM2-135M-Instruct), a folder, a GGUF file or
-    a Hub id.   prompts: `builtin`, or a JSONL file.   max_prompts: the first n of them; None = all.   max_length: tokens of a
-    training sequence.   states: None = run the target; a folder that data_prep/extract_hidden_states.py wrote = train on its
-    answers to `prompts` and on its hidden states, answer nothing.   warm_start: a drafter folder, of the same shape and vocabulary
-    map, whose weights training starts from.   cache_gb: memory, and disk, for the target's hidden states:
-    what fits is made once, with the answers.   threads: of a process on a CPU; None = all physical cores, divided by the
-    processes of this machine."""
+class JobConfig:
+    """What every job has that trains on a target's own answers.   name: of the run; everything goes to output/name.   target:
+    `default` (SmolLM2-135M-Instruct), a folder, a GGUF file or a Hub id.   prompts: `builtin`, or a JSONL file.   max_prompts: the
+    first n of them; None = all.   max_length: tokens of a training sequence.   states: None = run the target; a folder that
+    data_prep/extract_hidden_states.py wrote = train on its answers to `prompts` and on its hidden states, answer nothing.
+    cache_gb: memory, and disk, for the target's hidden states: what fits is made once, with the answers.   threads: of a process on a
+    CPU; None = all physical cores, divided by the processes of this machine."""
 
     name: str = "slimspec"
     output: Path = Path("runs")
@@ -96,14 +95,10 @@ class RunConfig:
     max_prompts: int | None = None
     max_length: int = 1024
     states: Path | None = None
-    warm_start: Path | None = None
     cache_gb: float = 4.0
     threads: int | None = None
     answers: AnswerConfig = field(default_factory=lambda: AnswerConfig(max_new_tokens=160, max_minutes=7))
-    drafter: DrafterConfig = field(default_factory=DrafterConfig)
-    head: HeadConfig = field(default_factory=HeadConfig)
     train: TrainConfig = field(default_factory=half_an_hour)
-    measure: MeasureConfig = field(default_factory=MeasureConfig)
 
     def __post_init__(self) -> None:
         require_positive({key: getattr(self, key) for key in ("max_prompts", "max_length", "threads")})
@@ -117,36 +112,41 @@ class RunConfig:
             )
 
 
+@dataclass
+class RunConfig(JobConfig):
+    """warm_start: a drafter folder, of the same shape and vocabulary map, whose weights training starts from. The rest of the fields that
+    are not groups: see JobConfig."""
+
+    warm_start: Path | None = None
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    head: HeadConfig = field(default_factory=HeadConfig)
+    measure: MeasureConfig = field(default_factory=MeasureConfig)
+
+
+@dataclass
+class Job:
+    """What a job works with.   states: of the target for both sets of examples.   rows: all answers, by prompt id."""
+
+    accelerator: Accelerator
+    target: TargetModel
+    states: HiddenStates
+    rows: dict[str, AnswerRow]
+    held_out_rows: list[AnswerRow]
+    train: list[Example]
+    held_out: list[Example]
+
+
 def run(config: RunConfig) -> None:
     """Train a drafter and measure it. Raises UserError for anything wrong in `config` or in what it names."""
     started = time.perf_counter()
     folder = config.output / config.name
-    accelerator = make_accelerator(config.train.mixed_precision, config.train.processes, config.train.tracker, folder)
-    if accelerator.device.type == "cpu":
-        torch.set_num_threads(config.threads or default_threads())
-    set_seed(config.train.seed)
-    dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
-    target = TargetModel.load(config.target, dtype=dtype, device=str(accelerator.device))
+    accelerator, target = start(config)
     check_drafter(config, target)
-    train_prompts, held_out_prompts = choose_prompts(config)
+    count = config.measure.prompts + config.measure.trial_prompts
+    job = prepare(accelerator, target, config, 1 if config.measure.draft_length else 2, count)
 
-    states: HiddenStates
-    if config.states is None:
-        states = Online(target, cache_bytes=int(config.cache_gb * 1e9))
-        rows = answer(accelerator, target, states, held_out_prompts + train_prompts, config)
-    else:
-        states = Shards(config.states, target)
-        rows = stored_answers(target, config, train_prompts, held_out_prompts)
-        accelerator.print(f"answers and hidden states: {len(rows)} of {config.states}")
-    train, account = answers_to_examples(in_order(rows, train_prompts), config.max_length)
-    held_out, _ = answers_to_examples(in_order(rows, held_out_prompts), config.max_length)
-    accelerator.print(f"training answers: {account}")
-    check_masks(train, target.tokenizer)
-    if isinstance(states, Shards):
-        states.require([*train, *held_out])
-
-    vocab_map = choose_vocabulary(target, train, config.head)
-    features = head_features(states, train) if config.head.kind == "lowrank" else None
+    vocab_map = choose_vocabulary(target, job.train, config.head)
+    features = head_features(job.states, job.train) if config.head.kind == "lowrank" else None
     drafter = new_drafter(target, config.drafter, config.head, vocab_map, features)
     if config.warm_start is not None:
         warm_start(drafter, load_drafter(config.warm_start, target, torch.float32), f"warm_start {config.warm_start}")
@@ -155,20 +155,59 @@ def run(config: RunConfig) -> None:
         "vocabulary map": vocab_map.hash if vocab_map else "none",
         "head": config.head.kind,
     }
-    trainer = Trainer(
-        accelerator, drafter, target, states, train, held_out, config.train, folder / "training", identity
-    )
-    cache_gb = config.cache_gb if config.states is None else None
-    accelerator.print(summary.training_estimate(target, drafter, train, config.train, cache_gb))
+    trainer = make_trainer(job, drafter, config, identity)
     with sole_writer(folder) if accelerator.is_main_process else contextlib.nullcontext():
         trained = trainer.run()
         if accelerator.is_main_process:
             drafter.to(target.dtype).eval()  # which is fp32 where the processor has no bf16
-            measured = measure(target, drafter, in_order(rows, held_out_prompts), config.measure)
+            measured = measure(target, drafter, job.held_out_rows, config.measure)
             minutes = (time.perf_counter() - started) / 60
-            write_results(folder, config, target, drafter, rows, trained, measured, minutes)
+            write_results(folder, config, target, drafter, job.rows, trained, measured, minutes)
     accelerator.wait_for_everyone()
     accelerator.end_training()
+
+
+def start(config: JobConfig, tap_layers: tuple[int, ...] | None = None) -> tuple[Accelerator, TargetModel]:
+    """This process's threads, seed and Accelerator, and the target on its device. tap_layers: None = the default ones."""
+    train, folder = config.train, config.output / config.name
+    accelerator = make_accelerator(train.mixed_precision, train.processes, train.tracker, folder)
+    if accelerator.device.type == "cpu":
+        torch.set_num_threads(config.threads or default_threads())
+    set_seed(train.seed)
+    dtype = torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32
+    device = str(accelerator.device)
+    return accelerator, TargetModel.load(config.target, dtype=dtype, device=device, tap_layers=tap_layers)
+
+
+def prepare(accelerator: Accelerator, target: TargetModel, config: JobConfig, needed: int, count: int) -> Job:
+    """Answers to the prompts of `config` as examples, and where their hidden states come from. needed, count: held-out prompts at least,
+    and at most."""
+    train_prompts, held_out_prompts = choose_prompts(config, needed, count)
+    states: HiddenStates
+    if config.states is None:
+        states = Online(target, cache_bytes=int(config.cache_gb * 1e9))
+        rows = answer(accelerator, target, states, held_out_prompts + train_prompts, config)
+    else:
+        states = Shards(config.states, target)
+        rows = stored_answers(target, config, train_prompts, held_out_prompts)
+        accelerator.print(f"answers and hidden states: {len(rows)} of {config.states}")
+    held_out_rows = in_order(rows, held_out_prompts)
+    train, account = answers_to_examples(in_order(rows, train_prompts), config.max_length)
+    held_out, _ = answers_to_examples(held_out_rows, config.max_length)
+    accelerator.print(f"training answers: {account}")
+    check_masks(train, target.tokenizer)
+    if isinstance(states, Shards):
+        states.require([*train, *held_out])
+    return Job(accelerator, target, states, rows, held_out_rows, train, held_out)
+
+
+def make_trainer(job: Job, drafter: Eagle3Drafter, config: JobConfig, identity: dict[str, str]) -> Trainer:
+    """A Trainer of the drafter's parameters that require a gradient; prints what training will take. identity: see Trainer."""
+    folder, accelerator, target = config.output / config.name / "training", job.accelerator, job.target
+    trainer = Trainer(accelerator, drafter, target, job.states, job.train, job.held_out, config.train, folder, identity)
+    cache_gb = config.cache_gb if config.states is None else None
+    accelerator.print(summary.training_estimate(target, drafter, job.train, config.train, cache_gb))
+    return trainer
 
 
 def default_threads() -> int:
@@ -192,28 +231,28 @@ def check_drafter(config: RunConfig, target: TargetModel) -> None:
     eagle3_config(target, config.drafter, config.head)
 
 
-def choose_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """(for training, held out): the held-out part of a given set of prompts is always the same; as much of it is answered as is
-    measured on."""
+def choose_prompts(config: JobConfig, needed: int, count: int) -> tuple[list[Prompt], list[Prompt]]:
+    """(for training, held out): the held-out part of a given set of prompts is always the same; `count` of it are answered at most,
+    `needed` at least."""
     prompts = builtin_prompts() if config.prompts == "builtin" else read_prompts(Path(config.prompts))
     train, held_out = split_held_out(prompts[: config.max_prompts])
-    needed = 1 + (0 if config.measure.draft_length else 1)
     if not train or len(held_out) < needed:
         raise UserError(
             f"prompts: got {len(train)} for training and {len(held_out)} held out of {config.prompts}, allowed: at least 1 and {needed}; "
             "give more prompts"
         )
-    return train, held_out[: config.measure.prompts + config.measure.trial_prompts]
+    return train, held_out[:count]
 
 
 def answer(
-    accelerator: Accelerator, target: TargetModel, states: Online, prompts: Sequence[Prompt], config: RunConfig
+    accelerator: Accelerator, target: TargetModel, states: Online, prompts: Sequence[Prompt], config: JobConfig
 ) -> dict[str, AnswerRow]:
     """The target's answers by prompt id, and its states on the way; first prompts first, as many as the time allows. Every process
     answers its share; what any earlier run answered is reused, and so are the states that this process kept."""
     key = hash_json(answers_key(target, config.answers))
     folder = config.output / "answers" / f"{Path(target.name).name}-{key}"
-    kept = folder / f"states-{accelerator.process_index:05}.safetensors"
+    taps = "-".join(map(str, target.tap_layers))
+    kept = folder / f"states-{taps}-{accelerator.process_index:05}.safetensors"
     part = folder / f"part-{accelerator.process_index:05}.jsonl"
     known = read_parts(target, folder, prompts)
     missing = [prompt for prompt in prompts if prompt.id not in known]
@@ -236,7 +275,7 @@ def answer(
 
 
 def stored_answers(
-    target: TargetModel, config: RunConfig, train: Sequence[Prompt], held_out: Sequence[Prompt]
+    target: TargetModel, config: JobConfig, train: Sequence[Prompt], held_out: Sequence[Prompt]
 ) -> dict[str, AnswerRow]:
     """Answers that lie beside stored states, by prompt id. Raises UserError where they are not those of the prompts."""
     path = config.states / "answers.jsonl"
@@ -273,6 +312,23 @@ def head_features(states: HiddenStates, train: list[Example]) -> torch.Tensor:
     for example in train:
         batch = states.batch([example])
         found.append(batch.last[:, :-1][batch.loss_mask[:, 1:]])
+        count += len(found[-1])
+        if count >= WHITENING_TOKENS:
+            break
+    return torch.cat(found)
+
+
+@torch.no_grad()
+def head_inputs(drafter: Eagle3Drafter, job: Job, steps: int) -> torch.Tensor:
+    """What the drafter's head reads [N, H], normed, at the supervised rows of the first training examples, all K steps of the unroll."""
+    found, count = [], 0
+    for example in job.train:
+        batch = job.states.batch([example])
+        if not supervised_counts([batch.loss_mask[0].cpu()], steps)[0, 0]:
+            continue
+        rows = Rows.from_masks([batch.loss_mask[0].cpu()], steps).to(batch.taps.device)
+        hidden = drafter.unroll(batch.taps, batch.input_ids, rows.index, steps)  # [K, 1, M, H]
+        found.append(hidden.flatten(1, 2)[:, rows.slot][rows.valid].float())
         count += len(found[-1])
         if count >= WHITENING_TOKENS:
             break

@@ -35,7 +35,7 @@ from specdraft.decoding.measure import Contender, measure_costs
 from specdraft.decoding.vocab_policies import VOCAB_POLICIES, AllTokens, FrequencyList, NanoSpec, VocabPolicy
 from specdraft.models.checkpoint import load_drafter, read_config
 from specdraft.models.eagle3 import Eagle3Drafter
-from specdraft.models.heads import Head
+from specdraft.models.heads import Head, HeadDtype
 from specdraft.models.sparse_self import SparseSelfConfig, SparseSelfDrafter
 from specdraft.models.target import TargetModel
 from specdraft.models.tree import Eagle2Tree
@@ -263,14 +263,18 @@ def check_drafters(
 
 
 def load_drafters(
-    places: Sequence[Path], target: TargetModel, settings: PolicyConfig
+    places: Sequence[Path], target: TargetModel, settings: PolicyConfig, head_dtypes: Sequence[HeadDtype]
 ) -> tuple[dict[str, BenchDrafter], dict[str, str]]:
-    """By place: the drafters, and the hashes of their weights."""
+    """By place, and dtype of the head's rows if it is not their own: the drafters, and the hashes of their weights."""
     drafters, hashes = {}, {}
     for place in places:
-        is_self = str(place) == SPARSE_SELF
-        drafters[str(place)] = SparseSelfDrafter(target, settings.sparse) if is_self else load_drafter(place, target)
-        hashes[str(place)] = target.hash if is_self else hash_file(place / "model.safetensors")
+        if str(place) == SPARSE_SELF:
+            drafters[SPARSE_SELF], hashes[SPARSE_SELF] = SparseSelfDrafter(target, settings.sparse), target.hash
+            continue
+        for dtype in head_dtypes:
+            name = f"{place}{'' if dtype == 'own' else f' {dtype}'}"
+            drafters[name] = load_drafter(place, target, head_dtype=dtype)
+            hashes[name] = hash_file(place / "model.safetensors")
     return drafters, hashes
 
 
@@ -307,15 +311,17 @@ def costs_of(
 def _made_of(drafter: BenchDrafter) -> dict[str, Any]:
     """Its head, and the settings that are not in its weights."""
     if isinstance(drafter, SparseSelfDrafter):
-        return {"head": "full", "sparse": asdict(drafter.config)}
-    return {"head": drafter.config.head.kind}
+        return {"head": "full", "head_dtype": "own", "sparse": asdict(drafter.config)}
+    return {"head": drafter.config.head.kind, "head_dtype": drafter.head_dtype}
 
 
 def _full_head(drafters: dict[str, BenchDrafter], place: str, length: str) -> str | None:
-    """A drafter with a full head is compared with itself over all rows, and so is the target that drafts for itself; others with
-    the first trained one that has a full head."""
+    """A drafter with a full head is compared with itself over all rows, and so is the target that drafts for itself; others,
+    and those in INT8, with the first trained one that has a full head."""
     trained = {name: drafter for name, drafter in drafters.items() if isinstance(drafter, Eagle3Drafter)}
-    full = [name for name, drafter in trained.items() if drafter.config.head.kind == "full"]
+    full = [
+        name for name, drafter in trained.items() if drafter.config.head.kind == "full" and drafter.head_dtype == "own"
+    ]
     if place in full or place not in trained:
         return f"{place}/all/{length}"
     return f"{full[0]}/all/{length}" if full else None

@@ -15,7 +15,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -34,19 +34,21 @@ from specdraft.decoding.length_policies import Fixed
 from specdraft.decoding.measure import BUSY, OthersCpu
 from specdraft.models.heads import HeadConfig
 from specdraft.models.initialise import DrafterConfig, new_drafter
-from specdraft.models.layers import FrozenLinear
+from specdraft.models.layers import FrozenLinear, Int8Linear
 from specdraft.models.target import TargetModel
 from specdraft.provenance import hash_json, machine, write_json
 
 SMALLEST = 256  # rows of the smallest head that is timed
 CONTEXT = 32  # tokens before the head is timed
+Product = Callable[[Tensor], Callable[[Tensor], Tensor]]  # weight [O, I] -> x [.., I] -> x @ weight.T
 
 
 @dataclass
 class HeadTimes:
     """Median seconds. rows, row_seconds: one product of a head of so many rows, rows ascending up to V; ranks, rank_seconds: of a
     low-rank head over V rows.   body: the rest of a draft step.   verify: the rest of a round of `drafted` tokens.   alone: a round of the
-    target with no drafter.   warning: empty, or why not to trust it.   target, dtype, machine: what it holds for."""
+    target with no drafter.   warning: empty, or why not to trust it.   target, dtype, machine: what it holds for.
+    int8_full_seconds, int8_rank_seconds: of the V rows and of each rank in INT8; none but on a CPU."""
 
     rows: list[int]
     row_seconds: list[float]
@@ -61,6 +63,8 @@ class HeadTimes:
     machine: dict
     others_cpu_share: float
     warning: str
+    int8_full_seconds: float | None = None
+    int8_rank_seconds: list[float] = field(default_factory=list)
 
     def seconds(self, k: Sizes) -> Values:
         """Of a head of k rows: straight lines between the sizes that were timed."""
@@ -106,10 +110,15 @@ def cached_head_times(target: TargetModel, folder: Path, drafted: int, repeats: 
 
 
 def measure_head_times(target: TargetModel, drafted: int, repeats: int = 20) -> HeadTimes:
-    """Time heads of 256, 512, .., V rows and of rank H/16, H/8, H/4, in random order and in turn, and real rounds."""
+    """Time heads of 256, 512, .., V rows and of rank H/16, H/8, H/4, on a CPU the last four in INT8 too, in random order and in
+    turn, and real rounds."""
     others = OthersCpu()
-    rows, ranks = timed_sizes(target.vocab_size), timed_ranks(target.hidden_size)
-    heads = {("rows", k): row_head(target, k) for k in rows} | {("rank", r): rank_head(target, r) for r in ranks}
+    real, ranks = target.vocab_size, timed_ranks(target.hidden_size)
+    rows = timed_sizes(real)
+    heads = {("rows", k): row_head(target, k) for k in rows} | {("rank", r): rank_head(target, r, real) for r in ranks}
+    if target.device.type == "cpu":
+        heads |= {("int8 rows", real): row_head(target, real, Int8Linear)}
+        heads |= {("int8 rank", r): rank_head(target, r, real, Int8Linear) for r in ranks}
     seconds = cold_seconds(target, heads, repeats)
     body, verify, alone = round_seconds(target, drafted, seconds)
     share = round(others.share(), 3)
@@ -128,6 +137,8 @@ def measure_head_times(target: TargetModel, drafted: int, repeats: int = 20) -> 
         machine=machine(),
         others_cpu_share=share,
         warning=busy if share > BUSY else "",
+        int8_full_seconds=seconds.get(("int8 rows", real)),
+        int8_rank_seconds=[seconds["int8 rank", r] for r in ranks if ("int8 rank", r) in seconds],
     )
 
 
@@ -142,13 +153,31 @@ def timed_ranks(hidden_size: int) -> list[int]:
     return sorted({max(1, hidden_size // part) for part in (16, 8, 4)})
 
 
-def row_head(target: TargetModel, rows: int) -> Callable[[Tensor], Tensor]:
-    return FrozenLinear(target.head_weight[:rows])
+def row_head(target: TargetModel, rows: int, product: Product = FrozenLinear) -> Callable[[Tensor], Tensor]:
+    """The product of a state [1, H] with `rows` rows."""
+    return product(target.head_weight[:rows])
 
 
-def rank_head(target: TargetModel, rank: int) -> Callable[[Tensor], Tensor]:
-    down, up = FrozenLinear(target.head_weight[:rank]), FrozenLinear(target.head_weight[:, :rank].contiguous())
+def rank_head(target: TargetModel, rank: int, rows: int, product: Product = FrozenLinear) -> Callable[[Tensor], Tensor]:
+    """The two of a low-rank head. product: of its rows, as in FrozenWeights."""
+    down, up = FrozenLinear(target.head_weight[:rank]), product(target.head_weight[:rows, :rank].contiguous())
     return lambda hidden: up(down(hidden))
+
+
+def rank_throughput(
+    target: TargetModel, rows: int, tau: float, taus: dict[int, float], drafted: int, repeats: int = 20
+) -> dict[int, float]:
+    """Predicted tokens per second over those of a dense head of `rows` rows, papers (1.1), by rank, from times measured now.
+
+    tau: of the dense head, with `drafted` tokens a round; taus: of low-rank heads over the same rows, by rank."""
+    smallest = timed_sizes(target.vocab_size)[0]
+    heads = {("rows", k): row_head(target, k) for k in {smallest, rows}}
+    heads |= {("rank", r): rank_head(target, r, rows) for r in taus}
+    seconds = cold_seconds(target, heads, repeats)
+    body, verify, _ = round_seconds(target, drafted, seconds)
+    dense = seconds["rows", rows]
+    kappa = drafted * dense / (drafted * body + verify)
+    return {r: relative_throughput(taus[r] / tau, seconds["rank", r] / dense, kappa) for r in taus}
 
 
 @torch.inference_mode()

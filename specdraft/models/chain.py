@@ -20,7 +20,7 @@ from specdraft.models.cache import Append, KVCache
 from specdraft.models.drafter import Ask, LiveRows, Proposal, nothing
 from specdraft.models.eagle3_layer import Arithmetic, RMSNorm
 from specdraft.models.heads import LowRankHead
-from specdraft.models.layers import FrozenLinear, FrozenRMSNorm, compute_dtype
+from specdraft.models.layers import FrozenLinear, FrozenRMSNorm, Int8Linear, compute_dtype
 from specdraft.models.lean import additive, attend
 from specdraft.models.tree import Growth, Level, Shape
 
@@ -194,7 +194,7 @@ class FrozenWeights(Arithmetic):
         self.qkv = join(attention["q_proj"], attention["k_proj"], attention["v_proj"])
         self.gate_up = join(mlp["gate_proj"], mlp["up_proj"])
         self.head = drafter.lm_head
-        self.rows = FrozenLinear(self.head.weight)
+        self.rows = Int8Linear(self.head.weight) if drafter.head_dtype == "int8" else FrozenLinear(self.head.weight)
         self.down = FrozenLinear(self.head.down) if isinstance(self.head, LowRankHead) else None
         dtype = compute_dtype(drafter.fc.weight)
         left, right = drafter.sin.chunk(2, dim=-1)

@@ -18,6 +18,7 @@ from specdraft.config import UserError, config_from_dict, config_to_dict
 from specdraft.data.vocab import VocabMap
 from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.eagle3_layer import Eagle3Config
+from specdraft.models.heads import HeadDtype
 from specdraft.models.target import TargetModel
 from specdraft.provenance import atomic_path, provenance, write_json
 
@@ -60,15 +61,25 @@ def save_drafter(
 
 
 def load_drafter(
-    folder: Path, target: TargetModel, dtype: torch.dtype | None = None, device: str | None = None
+    folder: Path,
+    target: TargetModel,
+    dtype: torch.dtype | None = None,
+    device: str | None = None,
+    head_dtype: HeadDtype = "own",
 ) -> Eagle3Drafter:
     """Read a checkpoint folder for use with `target`, in the target's dtype and on its device unless told otherwise.
+    head_dtype: `int8` decodes with the head's rows in INT8; the output law stays the target's.
 
     Raises:
         UserError: not a drafter folder; a drafter of another target, or of other layers of it; a corrupt or incomplete
-            checkpoint; a bad vocabulary map.
+            checkpoint; a bad vocabulary map; INT8 elsewhere than on a CPU.
     """
     folder = Path(folder)
+    device = torch.device(device or target.device)
+    if head_dtype == "int8" and device.type != "cpu":
+        raise UserError(
+            f"head_dtype: got int8 on {device}, allowed: int8 on a CPU only; leave it out, or decode on the CPU"
+        )
     config = read_config(folder)
     made_for = config["target"]
     if made_for["hash"] != target.hash:
@@ -99,7 +110,8 @@ def load_drafter(
             f"load it with tap_layers={drafter.config.tap_layers}"
         )
     _load_exactly(drafter, weights, folder)
-    drafter.to(dtype=dtype or target.dtype, device=device or target.device).eval().requires_grad_(False)
+    drafter.to(dtype=dtype or target.dtype, device=device).eval().requires_grad_(False)
+    drafter.head_dtype = head_dtype
     return drafter.bind(target.embedding_weight)
 
 
@@ -135,6 +147,17 @@ def read_config(folder: Path) -> dict[str, Any]:
             "restore or retrain it"
         )
     return config
+
+
+def read_taps(folder: Path) -> tuple[int, ...]:
+    """The target's layers that a drafter folder reads, for loading its target. Raises UserError as `read_config` does."""
+    settings = read_config(folder)["drafter"]
+    taps = settings.get("tap_layers") if isinstance(settings, dict) else None
+    if not isinstance(taps, list) or not all(isinstance(layer, int) for layer in taps):
+        raise UserError(
+            f"drafter {folder}: config.json has no tap_layers; the checkpoint is corrupt, restore or retrain it"
+        )
+    return tuple(taps)
 
 
 def _read_weights(path: Path) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from specdraft.data.vocab import VocabMap
 from specdraft.models.chain import FrozenWeights, Sequences
 from specdraft.models.drafter import Ask, Proposal
 from specdraft.models.eagle3_layer import Arithmetic, Eagle3Config, Layer, RMSNorm, rotary_tables
-from specdraft.models.heads import Head, build_head
+from specdraft.models.heads import Head, HeadDtype, build_head
 from specdraft.models.tree import Shape
 
 
@@ -26,6 +26,7 @@ class Eagle3Drafter(nn.Module, Arithmetic):
     """One model for training (`unroll`) and for decoding (a BatchDrafter, no gradient).
 
     The target's embedding is used, not owned: `bind` hands it over, and it is neither trained nor saved.
+    head_dtype: of the head's rows while decoding, set before it begins; live rows (LiveRows) have that of the weights.
     """
 
     def __init__(self, config: Eagle3Config, vocab_map: VocabMap | None = None):
@@ -43,6 +44,7 @@ class Eagle3Drafter(nn.Module, Arithmetic):
         cos, sin = rotary_tables(config)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
+        self.head_dtype: HeadDtype = "own"
         self._target: dict[str, Tensor] = {}  # a dict, so that nn.Module neither registers nor saves it
         self._frozen: FrozenWeights | None = None
         self._sequences: Sequences | None = None

@@ -9,7 +9,7 @@ Letters: H width, V target vocabulary, S draft vocabulary, R rank, D width of th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 from specdraft.config import UserError
 from specdraft.data.vocab import VocabMap
+
+# Of a head's rows while decoding: that of the weights, or INT8 on a CPU (layers.py: Int8Linear).
+HeadDtype = Literal["own", "int8"]
 
 
 @dataclass
@@ -129,34 +132,95 @@ class LowRankHead(Head):
 
     @torch.no_grad()
     def init_from(self, target_rows: Tensor, covariance: Tensor | None = None, frequency: Tensor | None = None) -> None:
-        """The best rank-R stand-in for the target's head W [V, H]: the least expected error sum_v f_v (z_v - z'_v)^2 of the logits.
+        """The best rank-R stand-in for a head W [V, H], by default the plain truncation of its SVD. See `components`."""
+        self.take(components(target_rows, covariance, frequency))
 
-        With features of second moment C = E[h h^T] [H, H] and D = diag(f), that is the R-truncated SVD of D^1/2 W C^1/2; its right
-        factor V_R gives W_down = c V_R^T C^-1/2 and W_up = W C^1/2 V_R / c; c makes the entries of both as large, so that a step of
-        Adam, which is as large for every weight, changes one factor as much as the other. Near the
-        target's law KL is 1/2 Var_p(z - z'), so f = how often the target says each token [V] is the weight to choose; and since a
-        constant added to all logits changes nothing, W is centred by its f-weighted mean row first. Without C and f this is the
-        plain SVD of W. (papers 1, initialisations b and c; the weight is ours: docs/log.md.)
-        """
-        rows = target_rows.double()
-        if covariance is None:
-            root = inverse_root = torch.eye(rows.shape[1], dtype=torch.float64, device=rows.device)
-        else:
-            values, vectors = torch.linalg.eigh(covariance.double())
-            values = values.clamp_min(values.max() * 1e-8)
-            root = (vectors * values.sqrt()) @ vectors.T
-            inverse_root = (vectors * values.rsqrt()) @ vectors.T
-        weighted = rows
-        if frequency is not None:
-            share = (frequency.double() / frequency.double().sum())[:, None]
-            rows = rows - (share * rows).sum(0)
-            weighted = share * rows
-        gram = root @ (rows.T @ weighted) @ root
-        right = torch.linalg.eigh(gram).eigenvectors[:, -len(self.down) :].flip(-1)
-        down, up = right.T @ inverse_root, rows @ (root @ right)
+    @torch.no_grad()
+    def take(self, parts: Components) -> None:
+        """The first R components as W_down = c V_R^T C^-1/2 and W_up = W C^1/2 V_R / c. c makes the entries of both as large, so that a
+        step of Adam, which is as large for every weight, changes one factor as much as the other."""
+        rank = len(self.down)
+        down, up = parts.down[:rank], parts.rows @ parts.up[:, :rank]
         c = (up.square().mean() / down.square().mean()) ** 0.25
         self.down.copy_(c * down)
         self.weight.copy_(up / c)
+
+    @classmethod
+    def from_dense(cls, head: Head, vocab_size: int, rank: int, parts: Components) -> LowRankHead:
+        """A trained full or trimmed head in two factors; a trimmed one keeps its map. parts: the `components` of its rows.
+
+        Raises:
+            UserError: a head that is low-rank already; a rank whose factors hold no fewer weights than the head.
+        """
+        check_factoring(head, rank)
+        factored = cls(head.weight.shape[1], vocab_size, rank, head.vocab_map).to(head.weight)
+        factored.take(parts)
+        return factored.train(head.training).requires_grad_(head.weight.requires_grad)
+
+
+class Components(NamedTuple):
+    """A dense head W [S, H] taken apart, fp64, H components in falling order of what they add to its logits.
+
+    energy: [H], the squared singular values of D^1/2 W C^1/2.   down: [H, H] = V^T C^-1/2, one row a component.
+    up: [H, H] = C^1/2 V, one column a component.   rows: [S, H], W less its mean row.   W = rows @ up @ down, but for that mean."""
+
+    energy: Tensor
+    down: Tensor
+    up: Tensor
+    rows: Tensor
+
+
+@torch.no_grad()
+def components(rows: Tensor, covariance: Tensor | None = None, frequency: Tensor | None = None) -> Components:
+    """The components of a head W = `rows` [S, H]: the first R of them have the least expected error sum_v f_v (z_v - z'_v)^2 of the logits.
+
+    With features of second moment C = E[h h^T] [H, H] and D = diag(f), that is the R-truncated SVD of D^1/2 W C^1/2 = U s V^T. Near
+    the target's law KL is 1/2 Var_p(z - z'), so f = how often the target says each token [S] is the weight to choose; and since a
+    constant added to all logits changes nothing, W is centred by its f-weighted mean row first. Without C and f this is the
+    plain SVD of W. (papers 1, initialisations b and c; the weight is ours: docs/log.md.)
+    """
+    rows = rows.double()
+    if covariance is None:
+        root = inverse_root = torch.eye(rows.shape[1], dtype=torch.float64, device=rows.device)
+    else:
+        values, vectors = torch.linalg.eigh(covariance.double())
+        values = values.clamp_min(values.max() * 1e-8)
+        root = (vectors * values.sqrt()) @ vectors.T
+        inverse_root = (vectors * values.rsqrt()) @ vectors.T
+    weighted = rows
+    if frequency is not None:
+        share = (frequency.double() / frequency.double().sum())[:, None]
+        rows = rows - (share * rows).sum(0)
+        weighted = share * rows
+    energy, vectors = torch.linalg.eigh(root @ (rows.T @ weighted) @ root)
+    right = vectors.flip(-1)
+    return Components(energy.flip(0).clamp_min(0), right.T @ inverse_root, root @ right, rows)
+
+
+def energy_rank(energy: Tensor, share: float) -> int:
+    """The smallest rank whose components hold `share` (0..1) of the energy [H]."""
+    held = energy.cumsum(0) / energy.sum()
+    return min(int((held < share).sum()) + 1, len(energy))
+
+
+def largest_rank(head: Head) -> int:
+    """The largest R with R (S + H) < S H: two factors that hold fewer weights than the dense head [S, H]."""
+    rows, width = head.weight.shape
+    return (rows * width - 1) // (rows + width)
+
+
+def check_factoring(head: Head, rank: int) -> None:
+    """Raises UserError for a head that is low-rank already, and for a rank whose factors hold no fewer weights than it."""
+    rows, width = head.weight.shape
+    if isinstance(head, LowRankHead):
+        raise UserError(
+            f"factoring a head: got one that is low-rank already (rank {width}), allowed: full and trimmed heads; train it further instead"
+        )
+    if not 1 <= rank <= largest_rank(head):
+        raise UserError(
+            f"rank: got {rank}, allowed: 1 to {largest_rank(head)}, where two factors are smaller than the head of {rows:,} x {width}; "
+            f"H/8 = {max(1, width // 8)} is the usual choice"
+        )
 
 
 HEADS = {"full": FullHead, "trimmed": TrimmedHead, "lowrank": LowRankHead}

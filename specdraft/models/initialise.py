@@ -16,7 +16,7 @@ from specdraft.config import UserError
 from specdraft.data.vocab import VocabMap, require_same_map
 from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.eagle3_layer import Eagle3Config
-from specdraft.models.heads import HeadConfig, LowRankHead, TrimmedHead
+from specdraft.models.heads import Components, Head, HeadConfig, LowRankHead, TrimmedHead
 from specdraft.models.target import TargetModel
 
 
@@ -78,7 +78,17 @@ def trimmed_copy(drafter: Eagle3Drafter, vocab_map: VocabMap) -> Eagle3Drafter:
     """The same drafter with its head cut to a map's rows, without training; body weights are shared. See TrimmedHead.from_full."""
     kind = "lowrank" if isinstance(drafter.lm_head, LowRankHead) else "trimmed"
     head = TrimmedHead.from_full(drafter.lm_head, vocab_map)
-    copy = Eagle3Drafter(replace(drafter.config, head=replace(drafter.config.head, kind=kind)), vocab_map)
+    return _with_head(drafter, head, replace(drafter.config.head, kind=kind))
+
+
+def factored_copy(drafter: Eagle3Drafter, rank: int, parts: Components) -> Eagle3Drafter:
+    """The same drafter with its head in two factors, without training; body weights are shared. See LowRankHead.from_dense."""
+    head = LowRankHead.from_dense(drafter.lm_head, drafter.config.vocab_size, rank, parts)
+    return _with_head(drafter, head, replace(drafter.config.head, kind="lowrank", rank=rank))
+
+
+def _with_head(drafter: Eagle3Drafter, head: Head, config: HeadConfig) -> Eagle3Drafter:
+    copy = Eagle3Drafter(replace(drafter.config, head=config), head.vocab_map)
     for name, module in drafter.named_children():
         setattr(copy, name, head if name == "lm_head" else module)
     for name, buffer in drafter.named_buffers(recurse=False):

@@ -39,7 +39,7 @@ from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.target import TargetModel
 from specdraft.provenance import hash_tensors
 from specdraft.training import checkpoint
-from specdraft.training.metrics import Window
+from specdraft.training.metrics import Report, Window
 from specdraft.training.objective import Objective, ObjectiveConfig, Rows, denominators, supervised_counts
 from specdraft.training.optim import OptimConfig, build_optimizers, schedule, set_learning_rate
 from specdraft.training.processes import Interrupt, check_optimizers, check_processes
@@ -189,8 +189,8 @@ class Trainer:
         check_optimizers(accelerator, config.optim.name)
         self.accelerator, self.drafter, self.states = accelerator, drafter, states
         self.config, self.output = config, output
-        self.train = _supervised(train, config.objective.steps, "training data")
-        self.held_out = _supervised(held_out, config.objective.steps, "held-out data")
+        self.train = supervised(train, config.objective.steps, "training data")
+        self.held_out = supervised(held_out, config.objective.steps, "held-out data")
         self.world, self.rank = accelerator.num_processes, accelerator.process_index
         self.plan = Plan([len(example.input_ids) for example in self.train], config, self.world)
         self.counts = supervised_counts([example.loss_mask for example in self.train], config.objective.steps)
@@ -288,23 +288,12 @@ class Trainer:
         self.tokens += sum(self.plan.lengths[i] for i in in_step)
 
     def _forward(self, examples: list[Example], share: Tensor) -> tuple[Tensor, Tensor]:
-        device = self.accelerator.device
-        batch = self.states.batch(examples).to(device)
-        rows = Rows.from_masks([example.loss_mask for example in examples], self.config.objective.steps)
-        return self.model(batch.taps, batch.last, batch.input_ids, rows.to(device), share.to(device, non_blocking=True))
+        return forward(self.model, self.states, examples, share, self.config.objective.steps, self.accelerator.device)
 
-    @torch.no_grad()
     def _evaluate(self) -> None:
         """Simulated decoding of the held-out examples; the best weights so far are kept."""
         start = time.perf_counter()
-        self.model.eval()
-        window = Window(self.config.objective.steps, self.accelerator.device)
-        lengths = [len(example.input_ids) for example in self.held_out]
-        ones = torch.ones(self.config.objective.steps)
-        for batch in plan_batches(lengths, self.config.tokens_per_batch, 0, 0, self.rank, self.world):
-            window.add(*self._forward([self.held_out[i] for i in batch], ones))
-        self.model.train()
-        _, report = window.reduce(self.accelerator)
+        report = simulate(self.accelerator, self.model, self.states, self.held_out, self.config)
         self.evaluated_at = self.step
         self._write_log({"step": self.step, "epoch": round(self.epochs, 4), **report.as_dict("eval_")})
         if self.best is None or report.tau > self.best["tau"]:
@@ -428,6 +417,43 @@ class Trainer:
         self.accelerator.log(values, step=values.pop("step"))
 
 
+def forward(
+    model: nn.Module,
+    states: HiddenStates,
+    examples: list[Example],
+    share: Tensor,
+    steps: int,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """What an `Objective`, wrapped or not, says of these examples. share [K]: what each step's loss is divided by."""
+    batch = states.batch(examples).to(device)
+    rows = Rows.from_masks([example.loss_mask for example in examples], steps)
+    return model(batch.taps, batch.last, batch.input_ids, rows.to(device), share.to(device, non_blocking=True))
+
+
+@torch.no_grad()
+def simulate(
+    accelerator: Accelerator,
+    model: nn.Module,
+    states: HiddenStates,
+    held_out: Sequence[Example],
+    config: TrainConfig,
+) -> Report:
+    """Simulated decoding: an `Objective`, wrapped or not, on held-out examples that each have a supervised row, a share of them on
+    every process. The model is in training mode afterwards."""
+    model.eval()
+    window = Window(config.objective.steps, accelerator.device)
+    lengths = [len(example.input_ids) for example in held_out]
+    ones = torch.ones(config.objective.steps)
+    rank, world = accelerator.process_index, accelerator.num_processes
+    for batch in plan_batches(lengths, config.tokens_per_batch, 0, 0, rank, world):
+        examples = [held_out[i] for i in batch]
+        window.add(*forward(model, states, examples, ones, config.objective.steps, accelerator.device))
+    model.train()
+    _, report = window.reduce(accelerator)
+    return report
+
+
 def set_weights(module: nn.Module, weights: dict[str, Tensor], device: torch.device | str) -> None:
     """New parameters for all of `weights`: in the place of FSDP2's shards, into which `load_state_dict` cannot copy."""
     for name, tensor in weights.items():
@@ -435,7 +461,7 @@ def set_weights(module: nn.Module, weights: dict[str, Tensor], device: torch.dev
         setattr(module.get_submodule(owner), own_name, nn.Parameter(tensor.to(device)))
 
 
-def _supervised(examples: Sequence[Example], steps: int, what: str) -> list[Example]:
+def supervised(examples: Sequence[Example], steps: int, what: str) -> list[Example]:
     """Those with at least one supervised row. Raises UserError where none is left."""
     kept = [example for example in examples if supervised_counts([example.loss_mask], steps)[0, 0]]
     if not kept:

@@ -66,7 +66,7 @@ def build_optimizers(
     head_lr = config.lr if config.head_lr is None else config.head_lr
     adamw_groups = [_group(vectors, config.lr, 0.0), _group(head, head_lr, config.weight_decay)]
     optimizers: list[Optimizer] = []
-    if config.name == "muon":
+    if config.name == "muon" and matrices:
         groups = [_group(matrices, config.lr, config.weight_decay)]
         optimizers.append(torch.optim.Muon(groups, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"))
     else:

@@ -217,10 +217,27 @@ def test_the_benchmark_of_the_target_that_drafts_for_itself(workdir):
     assert [len(table["draft"]) for table in costs] == [4] * 4  # two drafters, two temperatures
 
 
+def test_the_benchmark_with_int8_heads(workdir):
+    """Every drafter twice, in its weights' dtype and with its head's rows in INT8, which is compared with the full head as it is."""
+    (workdir / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    flags = ("--drafters", "useful", "--head-dtypes", "own", "int8", "--tasks", "qa", "--output=int8", "--repeats=1")
+    done = bench(workdir, *flags)
+    assert done.returncode == 0, done.stderr
+    lines = {line["name"]: line for line in map(json.loads, (workdir / "int8" / "results.jsonl").open())}
+    assert list(lines) == ["target alone", "useful/all/fixed", "useful int8/all/fixed"]
+    assert [lines[name]["head_dtype"] for name in list(lines)[1:]] == ["own", "int8"]
+    assert lines["useful int8/all/fixed"]["match_rate"] == 1
+    assert lines["useful int8/all/fixed"]["nu"] != 1
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ([], "error: drafters: got none, allowed: one or more"),
+        (
+            ["--drafters", "useful", "--vocab", "nanospec", "--head-dtypes", "int8"],
+            "head_dtypes: got int8 with vocab nanospec, allowed: all",
+        ),
         (
             ["--drafters", "useful", "--vocab", "few", "--prompts=prompts.jsonl"],
             "vocab: got 'few', allowed: all, frequency",

@@ -15,7 +15,7 @@ from specdraft.data.vocab_size import SizeConfig, choose_size, coverage_curve, l
 from specdraft.decoding import head_times
 from specdraft.decoding.costs import relative_throughput
 from specdraft.decoding.frontier import Curves, frontier, plot, probability_mass, write_frontier
-from specdraft.decoding.head_times import HeadTimes, cached_head_times, timed_ranks, timed_sizes
+from specdraft.decoding.head_times import HeadTimes, cached_head_times, rank_throughput, timed_ranks, timed_sizes
 from specdraft.testing import TINY_VOCAB, tiny_target
 
 TIMES = HeadTimes(
@@ -86,6 +86,8 @@ def test_times_are_measured_once(target, tmp_path, monkeypatch):
     assert times.ranks == [2, 4, 8]
     assert all(s > 0 for s in [*times.row_seconds, *times.rank_seconds, times.body, times.verify, times.alone])
     assert times.dtype == "float32"
+    assert times.int8_full_seconds > 0
+    assert [s > 0 for s in times.int8_rank_seconds] == [True] * 3
     made = []
     monkeypatch.setattr(head_times, "measure_head_times", lambda *_: made.append(1) or replace(times, warning="busy"))
     assert cached_head_times(target, tmp_path, drafted=2, repeats=2) == times
@@ -93,6 +95,17 @@ def test_times_are_measured_once(target, tmp_path, monkeypatch):
     for _ in range(2):
         assert cached_head_times(target, tmp_path, drafted=3, repeats=2).warning == "busy"
     assert len(made) == 2
+
+
+def test_ranks_by_predicted_throughput(target, monkeypatch):
+    """(1.1) with kappa of the dense head itself, whatever its rows."""
+    timed = {("rows", 256): 9.0, ("rows", 100): 4e-3, ("rank", 2): 1e-3, ("rank", 4): 2e-3}
+    monkeypatch.setattr(head_times, "cold_seconds", lambda _, heads, __: {name: timed[name] for name in heads})
+    monkeypatch.setattr(head_times, "round_seconds", lambda *_: (2e-3, 40e-3, 35e-3))
+    found = rank_throughput(target, 100, 1.9, {2: 1.5, 4: 1.85}, drafted=2)
+    full = 1.9 / (2 * (2e-3 + 4e-3) + 40e-3)
+    assert found[2] == pytest.approx(1.5 / (2 * (2e-3 + 1e-3) + 40e-3) / full)
+    assert found[4] == pytest.approx(1.85 / (2 * (2e-3 + 2e-3) + 40e-3) / full)
 
 
 def test_probability_mass_is_the_targets_mean_law(target, tmp_path):

@@ -20,14 +20,17 @@ from specdraft.testing import TINY_VOCAB, tiny_model, tiny_target
 
 PROMPTS = [[5, 80, 33], list(range(40, 61)), [7]]
 KINDS = ["full", "trimmed", "lowrank"]
+INT8 = ["full int8", "lowrank int8"]
 
 
 def make_drafter(target, kind, seed=0):
     torch.manual_seed(seed)
     counts = torch.arange(target.vocab_size) * 7 % target.vocab_size  # draft ids in another order than target ids
     vocab_map = VocabMap.from_counts(counts, size=target.vocab_size // 2) if kind == "trimmed" else None
-    head = HeadConfig(kind, rank=8, init="random")
-    return new_drafter(target, DrafterConfig(), head, vocab_map).to(target.dtype).eval().requires_grad_(False)
+    head = HeadConfig(kind.removesuffix(" int8"), rank=8, init="random")
+    drafter = new_drafter(target, DrafterConfig(), head, vocab_map).to(target.dtype).eval().requires_grad_(False)
+    drafter.head_dtype = "int8" if kind.endswith("int8") else "own"
+    return drafter
 
 
 class SelfDrafter:
@@ -57,7 +60,7 @@ class SelfDrafter:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS + INT8)
 @pytest.mark.parametrize("drafted", [1, 4])
 def test_greedy_identity_in_fp32(family, kind, drafted):
     target = tiny_target(family)
@@ -157,7 +160,7 @@ def chi_square(counts, law, total):
     return sum((seen - expected) ** 2 / expected for seen, expected in cells), len(cells) - 1
 
 
-@pytest.mark.parametrize("kind", ["full", "trimmed"])
+@pytest.mark.parametrize("kind", ["full", "trimmed", "lowrank int8"])
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.8, top_k=4, top_p=0.95)], ids=str)
 def test_sampled_outputs_follow_the_targets_law(kind, sampling):
     """Fault 33. Chi-square over outputs of three tokens of a random pair."""

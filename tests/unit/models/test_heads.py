@@ -1,4 +1,4 @@
-"""Trimming a trained head without training, and what a head's vocabulary may not be."""
+"""Trimming and factoring a trained head without training, and what a head's vocabulary may not be."""
 
 from dataclasses import replace
 
@@ -10,8 +10,18 @@ from specdraft.config import UserError
 from specdraft.data.vocab import VocabMap
 from specdraft.decoding.generate import speculative_generate
 from specdraft.models.checkpoint import load_drafter, save_drafter
-from specdraft.models.heads import FullHead, HeadConfig, LowRankHead, TrimmedHead, build_head, check_vocabulary
-from specdraft.models.initialise import DrafterConfig, new_drafter, trimmed_copy, warm_start
+from specdraft.models.heads import (
+    FullHead,
+    HeadConfig,
+    LowRankHead,
+    TrimmedHead,
+    build_head,
+    check_vocabulary,
+    components,
+    energy_rank,
+    largest_rank,
+)
+from specdraft.models.initialise import DrafterConfig, factored_copy, new_drafter, trimmed_copy, warm_start
 from specdraft.testing import TINY_VOCAB, tiny_target
 
 KEPT = VocabMap(torch.arange(1, TINY_VOCAB, 2).flip(0), TINY_VOCAB)  # neither ascending nor the first ids
@@ -71,6 +81,66 @@ def test_a_drafter_trimmed_after_training(target, kind, tmp_path):
         assert output.tokens == alone[0, 4 : 4 + len(output.tokens)].tolist()
         assert output.trace.rounds
     assert [r.accepted for r in outputs[0].trace.rounds] == [r.accepted for r in outputs[1].trace.rounds]
+
+
+def test_a_head_of_low_rank_is_factored_exactly():
+    """W of rank 4: four components hold all energy and give its logits; with C and f up to a constant, which changes no law."""
+    torch.manual_seed(0)
+    head = FullHead(16, TINY_VOCAB)
+    head.weight.data = torch.randn(TINY_VOCAB, 4) @ torch.randn(4, 16)
+    hidden = torch.randn(50, 16)
+    parts = components(head.weight)
+    torch.testing.assert_close(parts.energy.sqrt().float(), torch.linalg.svdvals(head.weight), atol=1e-3, rtol=1e-4)
+    factored = LowRankHead.from_dense(head, TINY_VOCAB, 4, parts)
+    torch.testing.assert_close(factored.logits(hidden), head.logits(hidden), atol=1e-4, rtol=1e-4)
+    features = torch.randn(500, 16) @ torch.randn(16, 16)
+    parts = components(head.weight, features.T @ features / 500, torch.rand(TINY_VOCAB) + 0.1)
+    factored = LowRankHead.from_dense(head, TINY_VOCAB, 4, parts)
+    laws = [h.logits(hidden).softmax(-1) for h in (factored, head)]
+    torch.testing.assert_close(*laws, atol=1e-5, rtol=1e-3)
+    assert energy_rank(parts.energy, 1 - 1e-9) == 4
+
+
+def test_the_rank_for_a_share_of_the_energy():
+    energy = torch.tensor([6.0, 3.0, 1.0, 0.0])
+    assert [energy_rank(energy, share) for share in (0.1, 0.6, 0.61, 0.9, 0.95, 1.0)] == [1, 1, 2, 2, 3, 3]
+
+
+def test_what_cannot_be_factored():
+    """A head that is low-rank already; a rank whose factors are no smaller than the head."""
+    head = FullHead(16, TINY_VOCAB)
+    parts, most = components(head.weight.detach()), largest_rank(head)
+    assert most * (16 + TINY_VOCAB) < 16 * TINY_VOCAB <= (most + 1) * (16 + TINY_VOCAB)
+    for rank in (0, most + 1):
+        with pytest.raises(UserError, match=f"rank: got {rank}, allowed: 1 to {most}, where two factors are smaller"):
+            LowRankHead.from_dense(head, TINY_VOCAB, rank, parts)
+    with pytest.raises(UserError, match=r"low-rank already \(rank 4\), allowed: full and trimmed heads"):
+        LowRankHead.from_dense(LowRankHead(16, TINY_VOCAB, 4), TINY_VOCAB, 2, parts)
+
+
+@pytest.mark.parametrize("kind", ["full", "trimmed"])
+def test_a_drafter_factored_after_training(target, kind, tmp_path):
+    """A trimmed head keeps its map, in the map's order. It saves, loads and decodes losslessly; body weights are shared."""
+    drafter = make_drafter(target, kind, KEPT if kind == "trimmed" else None)
+    most = largest_rank(drafter.lm_head)
+    factored = factored_copy(drafter, most, components(drafter.lm_head.weight))
+    assert factored.fc.weight is drafter.fc.weight
+    assert factored.lm_head.weight.shape == (len(drafter.lm_head.weight), most)
+    hidden = torch.randn(20, target.hidden_size)
+    wanted, found = drafter.lm_head.logits(hidden), factored.lm_head.logits(hidden)
+    left = float((found - wanted).square().mean() / wanted.square().mean())
+    assert 1e-6 < left < 1 - most / target.hidden_size, "rows in another order would be off by more than their size"
+    save_drafter(tmp_path / "d", factored, target, "# card", {}, torch.float32)
+    loaded = load_drafter(tmp_path / "d", target)
+    assert (loaded.config.head.kind, loaded.config.head.rank) == ("lowrank", most)
+    assert loaded.lm_head.vocab_map == drafter.lm_head.vocab_map
+    torch.testing.assert_close(loaded.lm_head.logits(hidden), found)
+    prompt = [5, 9, 70, 33]
+    alone = target.model.generate(
+        torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    output = speculative_generate(target, loaded, prompt, max_new_tokens=12)
+    assert output.tokens == alone[0, 4 : 4 + len(output.tokens)].tolist()
 
 
 @pytest.mark.parametrize("kind", ["full", "lowrank"])
