@@ -106,12 +106,18 @@ def test_sessions_go_on(workdir, program, monkeypatch, capsys):
     [
         (("--ways", "magic"), "ways: got magic, allowed: frozen, fr_spec"),
         (("--per-visit=30",), "needed: per_visit x visits = 60"),
-        (("--policies.frequency=None",), "policies.frequency: got none"),
         (("--domains", "nowhere.jsonl"), "nowhere.jsonl: cannot be read"),
-        (("--drafter=None",), "drafter: got none"),
     ],
 )
 def test_bad_settings_get_one_clear_line(workdir, program, monkeypatch, flags, message):
     monkeypatch.chdir(workdir[0])
     with pytest.raises(UserError, match=message):
         program.main(parse_config(program.StreamConfig, (*FLAGS, *flags)))
+
+
+@pytest.mark.parametrize("missing", ["drafter", "policies.frequency"])
+def test_what_is_needed_is_asked_for(workdir, program, monkeypatch, missing):
+    monkeypatch.chdir(workdir[0])
+    flags = [flag for flag in FLAGS if not flag.startswith(f"--{missing}=")]
+    with pytest.raises(UserError, match=f"{missing}: got none"):
+        program.main(parse_config(program.StreamConfig, flags))
