@@ -18,6 +18,7 @@ from specdraft.config import UserError
 from specdraft.provenance import atomic_path, hash_json, json_fault
 
 CATEGORIES = ("chat", "reasoning", "maths", "code", "translation", "summarisation", "question_answering", "retrieval")
+DOMAINS = ("code", "law", "medicine")  # law and medicine are for measurements only: nothing is trained on them
 TEXT_KEYS = ("turns", "messages", "prompt", "text")
 MT_BENCH = "mt_bench"
 MT_BENCH_CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
@@ -47,6 +48,14 @@ def builtin_prompts() -> list[Prompt]:
     """All built-in prompts, in a fixed order of which every prefix is balanced over the categories."""
     folder = Path(__file__).parent / "prompts"
     return interleave([prompt for category in CATEGORIES for prompt in read_prompts(folder / f"{category}.jsonl")])
+
+
+def domain_prompts(name: str) -> list[Prompt]:
+    """Built-in prompts of one of DOMAINS, those that no recipe trains on first. UserError for another name."""
+    if name not in DOMAINS:
+        raise UserError(f"domain: got {name!r}, allowed: {', '.join(DOMAINS)}, or the path of a JSONL file of prompts")
+    train, held_out = split_held_out(read_prompts(Path(__file__).parent / "prompts" / f"{name}.jsonl"))
+    return held_out + train
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:

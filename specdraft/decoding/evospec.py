@@ -2,8 +2,8 @@
 and a tail whose slots go to the rarer tokens that text and target point at now. The size of the live set is constant.
 
 What points at a token: how often it was said or wanted lately and what the last tokens go with (statistical index), how near its
-row of the target's head is to the target's last state (semantic index), and how often it was missed. Adapting the drafter's
-weights is not here: whatever does that sees the same `Verified` rounds.
+row of the target's head is to the target's last state (semantic index), and how often it was missed. The drafter's weights are
+adapted elsewhere, by an observer of the same rounds (models/observer.py).
 
 Letters: V target vocabulary, H width, U candidates for the tail (all usable ids that are not in the core), M partners of a token.
 """

@@ -22,9 +22,10 @@ from specdraft.decoding.length_policy import DraftLaw, LengthPolicy
 from specdraft.decoding.live_rows import Verified
 from specdraft.decoding.sampling import Sampling, draw, greedy
 from specdraft.decoding.trace import DecodeTrace, Round
-from specdraft.decoding.verify import Verdict, verify, verify_greedy
+from specdraft.decoding.verify import Verdict, spread, verify, verify_greedy
 from specdraft.decoding.vocab_policies import AllTokens, VocabPolicy
-from specdraft.models.drafter import Ask, BatchDrafter, Drafter, Drawn, OneRow, Proposal, nothing
+from specdraft.models.drafter import Ask, BatchDrafter, Drafter, Drawn, LiveRows, OneRow, Proposal, nothing
+from specdraft.models.observer import Begun, Observed, Observer
 from specdraft.models.target import Step, TargetModel
 from specdraft.models.tree import Chain, Shape, depths, is_chain, place_trees
 
@@ -55,6 +56,7 @@ def speculative_generate(
     stop_ids: Sequence[int] = (),
     generator: torch.Generator | None = None,
     synchronize: bool = False,
+    observer: Observer | None = None,
 ) -> GenerateOutput:
     """Decode with a drafter. The output law is the target's own (papers 9): at T = 0 its greedy tokens, up to rounding.
 
@@ -70,6 +72,8 @@ def speculative_generate(
         stop: strings; the output ends with the token that completes one.   stop_ids: end it as the target's EOS ids do.
         generator: the only source of randomness; None = torch's global one.
         synchronize: wait for the device at every clock reading: right parts of the trace on a GPU, and a slower run.
+        observer: is told of every round, and may change the drafter's weights between two; needs a drafter. Its time is part of the
+            trace's `seconds`, and of no round's.
 
     Raises:
         UserError: an empty prompt, one longer than the context, ids outside the vocabulary; values outside their
@@ -90,6 +94,7 @@ def speculative_generate(
         stop_ids=stop_ids,
         generators=None if generator is None else [generator],
         synchronize=synchronize,
+        observer=observer,
     )
     return output
 
@@ -110,6 +115,7 @@ def speculative_generate_batch(
     stop_ids: Sequence[int] = (),
     generators: Sequence[torch.Generator] | None = None,
     synchronize: bool = False,
+    observer: Observer | None = None,
 ) -> list[GenerateOutput]:
     """Decode several prompts together: B outputs, each what `speculative_generate` would give its prompt alone, up to
     rounding. Rows differ in length and in what is accepted; those that have ended leave the batch.
@@ -132,13 +138,15 @@ def speculative_generate_batch(
     _check_rows("vocab_policies", vocabs, count, [policy for policy in vocabs if policy.is_per_request])
     _check_rows("generators", generators, count, [])
     rows = []
-    for input_ids, length, vocab, generator in zip(prompts, lengths, vocabs, generators, strict=True):
+    for number, (input_ids, length, vocab, generator) in enumerate(
+        zip(prompts, lengths, vocabs, generators, strict=True)
+    ):
         _check_bias(length, sampling)
         prompt = check_prompt(input_ids, target)
         ending = Ending(target, len(prompt), max_new_tokens, stop, stop_ids)
-        rows.append(Row(prompt, ending, sampling, isinstance(shape, Chain), length, vocab, generator))
+        rows.append(Row(prompt, ending, sampling, isinstance(shape, Chain), length, vocab, generator, number))
     batch_drafter = drafter if drafter is None or isinstance(drafter, BatchDrafter) else OneRow(drafter)
-    Batch(target, batch_drafter, rows, sampling, shape, _clock(target, synchronize)).decode()
+    Batch(target, batch_drafter, rows, sampling, shape, _clock(target, synchronize), observer).decode()
     return [GenerateOutput(row.tokens, row.ending.reason, row.trace) for row in rows]
 
 
@@ -173,7 +181,7 @@ def autoregressive_generate(
 
 @dataclass
 class Row:
-    """One request on its way.   is_chain: whether its drafts are chains."""
+    """One request on its way.   is_chain: whether its drafts are chains.   number: its place among the prompts."""
 
     prompt: list[int]
     ending: Ending
@@ -182,9 +190,11 @@ class Row:
     length: LengthPolicy
     vocab: VocabPolicy
     generator: torch.Generator | None
+    number: int = 0
     tokens: list[int] = field(default_factory=list)
     trace: DecodeTrace = field(init=False)
-    live: int = 0  # head rows in the current round; 0 = all
+    live: LiveRows | None = None  # head rows of the newest round that drafted; None = all
+    live_count: int = 0  # head rows in the current round; 0 = all, or nothing was drafted
 
     def __post_init__(self) -> None:
         self.trace = DecodeTrace(prompt_tokens=len(self.prompt))
@@ -192,9 +202,12 @@ class Row:
     def ask(self) -> Ask:
         """What to draft in the coming round."""
         budget = min(self.length.length(), self.ending.limit - len(self.tokens) - 1)  # one token is the target's own
-        live = self.vocab.live() if budget > 0 else None
-        self.live = 0 if live is None else len(live.ids)
-        return Ask(budget, self.choose, live)
+        if budget <= 0:
+            self.live_count = 0
+            return Ask(budget, self.choose)
+        self.live = self.vocab.live()
+        self.live_count = 0 if self.live is None else len(self.live.ids)
+        return Ask(budget, self.choose, self.live)
 
     def choose(self, logits: Tensor) -> Drawn:
         drawn = self.sampling.choose(logits, self.generator)
@@ -217,6 +230,17 @@ class Row:
 
         return verify(law_of, tokens, proposal.parents, proposal.q, proposal.ids, self.generator)
 
+    def chance(self, logits: Tensor, proposal: Proposal, node: int) -> float:
+        """That a child of `node` (-1 = the last committed token) is accepted, see Observed.alpha; of independent siblings, the first.
+        logits [V]"""
+        children = [i for i, parent in enumerate(proposal.parents) if parent == node]
+        if not children:
+            return float("nan")
+        law = logits.float().softmax(-1) if self.sampling.greedy else self.sampling.law(logits)
+        if proposal.q is None:
+            return float(law[proposal.tokens[children].to(law.device)].sum())
+        return float(torch.minimum(law, spread(proposal.q[children[0]], proposal.ids, law)).sum())
+
 
 class Batch:
     """Requests that are decoded together. A pass of the target and a draft serve all rows; everything else is a row's own.
@@ -231,8 +255,10 @@ class Batch:
         sampling: Sampling,
         shape: Shape,
         now: Callable[[], float],
+        observer: Observer | None = None,
     ):
         self.target, self.drafter, self.shape = target, drafter, shape
+        self.observer = None if drafter is None else observer
         self.rows, self.sampling, self.now = list(rows), sampling, now
 
     @torch.inference_mode()
@@ -273,6 +299,9 @@ class Batch:
         if self.drafter is None or not going:
             return
         taps = step.taps if len(going) == len(rows) else step.taps[going]
+        if self.observer is not None:  # before the drafter, whose weights it may change
+            pairs = zip(self.rows, going, strict=True)
+            self.observer.begin([Begun(row.number, row.prompt, step.taps[b, : len(row.prompt)]) for row, b in pairs])
         self.drafter.begin(taps, [row.prompt + row.tokens for row in self.rows], max_length)
         for row, b in zip(self.rows, going, strict=True):
             row.vocab.begin(row.prompt, step.last[b, : len(row.prompt)], self.target.teacher_logits)
@@ -293,9 +322,11 @@ class Batch:
         covered = [row.vocab.covers(verdict.token) for row, verdict in zip(self.rows, verdicts, strict=True)]
         kept = [[0, *(node + 1 for node in verdict.path)] for verdict in verdicts]
         rows = self.rows
+        seen = [] if self.observer is None else self._observed(step, proposals, kept, emitted)
+        told = self.now()
         self._commit(step, drafted, kept, emitted, starts)
         share = 1 / len(rows)
-        draft_s = share * (proposed - start + self.now() - sampled)
+        draft_s = share * (proposed - start + self.now() - told)
         times = {"draft_s": draft_s, "verify_s": share * (ran - proposed), "sample_s": share * (sampled - ran)}
         for b, row in enumerate(rows):
             accepted, levels = len(verdicts[b].path), max(depths(proposals[b].parents), default=0)
@@ -306,12 +337,28 @@ class Batch:
                     min(accepted, emitted[b]),
                     emitted[b],
                     head_s=proposals[b].head_seconds,
-                    live=row.live,
+                    live=row.live_count,
                     is_covered=covered[b],
                     levels=levels,
                     **times,
                 )
             )
+        if self.observer is not None:
+            self.observer.observe(seen)
+
+    def _observed(
+        self, step: Step, proposals: list[Proposal], kept: list[list[int]], emitted: list[int]
+    ) -> list[Observed]:
+        """What the observer is told of every row, before the policies learn of the round."""
+        seen = []
+        for b, row in enumerate(self.rows):
+            places, after = kept[b][: emitted[b]], row.tokens[-emitted[b] :]
+            logits = step.logits[b, places]
+            alpha = [row.chance(law, proposals[b], place - 1) for law, place in zip(logits, places, strict=True)]
+            hits = [row.vocab.covers(token) for token in after]
+            before = row.tokens[-emitted[b] - 1 : -1]
+            seen.append(Observed(row.number, before, step.taps[b, places], logits, alpha, hits, row.live))
+        return seen
 
     def _propose(self) -> list[Proposal]:
         asks = [row.ask() for row in self.rows]

@@ -1,7 +1,7 @@
 """Head rows packed for a live vocabulary, so that a draft step is one dense product and never gathers: a fixed choice, and
 a buffer whose rows change between rounds. They are what a vocabulary policy hands to the drafter (models/drafter.py: LiveRows).
 
-It knows nothing of why a row is live. The head's weights must not change while a packed copy of them is in use.
+It knows nothing of why a row is live. Where the head's weights have changed, `repack` reads them again.
 
 Letters: S rows of the head, D width of a row (H, or the rank R), n live rows, C capacity.
 """
@@ -40,12 +40,15 @@ class FixedRows:
     """Rows that never change, in the layout that is fastest on the device. See LiveRows."""
 
     def __init__(self, head: Head, rows: Sequence[int]):
-        picked = torch.tensor(rows, device=head.weight.device)
-        self.ids = all_target_ids(head)[picked]
-        self._product = FrozenLinear(head.weight.detach()[picked])
+        self._weight, self._picked = head.weight.detach(), torch.tensor(rows, device=head.weight.device)
+        self.ids = all_target_ids(head)[self._picked]
+        self.repack()
 
     def logits(self, projected: Tensor) -> Tensor:
         return self._product(projected)
+
+    def repack(self) -> None:
+        self._product = FrozenLinear(self._weight[self._picked])
 
 
 class RowBuffer:
@@ -58,7 +61,7 @@ class RowBuffer:
     def __init__(self, head: Head, capacity: int):
         weight = head.weight.detach()
         self.capacity, self.size = capacity, 0
-        self._weight, self._all_ids = weight, all_target_ids(head)
+        self._head, self._weight, self._all_ids = head, weight, all_target_ids(head)
         self._rows = weight.new_zeros(capacity, weight.shape[1])
         self._ids = self._all_ids.new_zeros(capacity)
         self._is_cuda = weight.device.type == "cuda"
@@ -107,6 +110,11 @@ class RowBuffer:
         where, picked = torch.tensor(slots, device=device), torch.tensor(rows, device=device)
         self._rows.index_copy_(0, where, self._weight[picked])
         self._ids.index_copy_(0, where, self._all_ids[picked])
+
+    def repack(self) -> None:
+        self._wait()
+        picked = rows_by_target_id(self._head)[self.ids.cpu()].to(self._weight.device)
+        torch.index_select(self._weight, 0, picked, out=self._rows[: self.size])
 
     def clear(self) -> None:
         """No row is live."""

@@ -58,7 +58,7 @@ def verify(
     for i, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         if parent != node:
             continue
-        drawn_from = _spread(q[i], ids, law)
+        drawn_from = spread(q[i], ids, law)
         if uniform(generator) * float(drawn_from[token]) < float(law[token]):
             node, law = i, law_of(i + 1)
             path.append(i)
@@ -90,6 +90,6 @@ def _residual(law: Tensor, drawn_from: Tensor) -> Tensor:
     return left / total if total > 0 else law
 
 
-def _spread(q: Tensor, ids: Tensor | None, like: Tensor) -> Tensor:
+def spread(q: Tensor, ids: Tensor | None, like: Tensor) -> Tensor:
     """A draft law [S] as a law over the full vocabulary [V]: 0 outside the ids it was made on."""
     return q.to(like.dtype) if ids is None else torch.zeros_like(like).index_copy_(0, ids, q.to(like.dtype))

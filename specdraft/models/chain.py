@@ -183,9 +183,9 @@ def _pad(rows: list[Tensor | None]) -> Tensor:
 
 class FrozenWeights(Arithmetic):
     """A drafter's weights packed for decoding, those that read the same input as one product. `versions`: of the parameters
-    they were made from."""
+    they were made from, by name.   before: older ones, whose packed head is taken over where it has not changed."""
 
-    def __init__(self, drafter: nn.Module, versions: list[tuple[int, int]]):
+    def __init__(self, drafter: nn.Module, versions: dict[str, tuple[int, int]], before: FrozenWeights | None = None):
         self.config, self.embedding, self.versions = drafter.config, drafter.embedding, versions
         for name, module in drafter.named_children():
             if name != "lm_head":
@@ -194,7 +194,12 @@ class FrozenWeights(Arithmetic):
         self.qkv = join(attention["q_proj"], attention["k_proj"], attention["v_proj"])
         self.gate_up = join(mlp["gate_proj"], mlp["up_proj"])
         self.head = drafter.lm_head
-        self.rows = Int8Linear(self.head.weight) if drafter.head_dtype == "int8" else FrozenLinear(self.head.weight)
+        head = "lm_head.weight"
+        is_known = before is not None and before.versions[head] == versions[head]
+        if is_known:
+            self.rows = before.rows
+        else:
+            self.rows = Int8Linear(self.head.weight) if drafter.head_dtype == "int8" else FrozenLinear(self.head.weight)
         self.down = FrozenLinear(self.head.down) if isinstance(self.head, LowRankHead) else None
         dtype = compute_dtype(drafter.fc.weight)
         left, right = drafter.sin.chunk(2, dim=-1)

@@ -43,6 +43,9 @@ class LiveRows(Protocol):
     def logits(self, projected: Tensor) -> Tensor:
         """[..., D] -> [..., n]: the product of the projected state with the live rows."""
 
+    def repack(self) -> None:
+        """Read the rows again: the head's weights have changed."""
+
 
 @dataclass
 class Proposal:

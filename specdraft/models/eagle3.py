@@ -94,11 +94,18 @@ class Eagle3Drafter(nn.Module, Arithmetic):
     @torch.inference_mode()
     def begin(self, taps: Tensor, tokens: list[list[int]], max_length: int) -> None:
         """See BatchDrafter.begin. Rows 0..T-1 of every sequence, token i+1 beside feature i."""
-        versions = [(parameter.data_ptr(), parameter._version) for parameter in self.parameters()]
-        if self._frozen is None or self._frozen.versions != versions:
-            self._frozen = FrozenWeights(self, versions)
+        self.refresh()
         self._sequences = Sequences(self._frozen, len(tokens), max_length)
         self._sequences.append(taps, [row[1:] for row in tokens])
+
+    @torch.inference_mode()
+    def refresh(self) -> None:
+        """Draft with the weights as they are now. Sequences on their way keep the keys that older ones made of their tokens."""
+        versions = {name: (weight.data_ptr(), weight._version) for name, weight in self.named_parameters()}
+        if self._frozen is None or self._frozen.versions != versions:
+            self._frozen = FrozenWeights(self, versions, self._frozen)
+            if self._sequences is not None:
+                self._sequences.weights = self._frozen
 
     @torch.inference_mode()
     def draft(self, asks: list[Ask], shape: Shape) -> list[Proposal]:

@@ -8,9 +8,11 @@ import pytest
 from specdraft.config import UserError
 from specdraft.data.tasks import (
     CATEGORIES,
+    DOMAINS,
     Prompt,
     builtin_prompts,
     deduplicate,
+    domain_prompts,
     mix,
     normalised,
     read_prompts,
@@ -224,3 +226,15 @@ def test_mt_bench_and_spec_bench_files_as_their_authors_publish_them(tmp_path):
         "writing",
     ]
     assert prompts[0] == Prompt("81", "mt_bench", ("Compose a post.", "Rewrite it."))
+
+
+def test_domains_are_there_and_what_is_held_out_comes_first():
+    for name in DOMAINS:
+        prompts = domain_prompts(name)
+        assert {prompt.category for prompt in prompts} == {name}
+        assert len(deduplicate(prompts)) == len(prompts) >= 40
+    trained = {prompt.id for prompt in split_held_out(builtin_prompts())[0]}
+    assert not any(prompt.id in trained for prompt in domain_prompts("code")[:10])
+    assert not {prompt.id for prompt in domain_prompts("law")} & {prompt.id for prompt in builtin_prompts()}
+    with pytest.raises(UserError, match="domain: got 'cooking', allowed: code, law, medicine"):
+        domain_prompts("cooking")
