@@ -166,15 +166,19 @@ class _Budget:
         with contextlib.suppress(FileNotFoundError, ValueError, TypeError):  # none yet, or not what `spend` wrote
             self.spent, self.bought = map(float, json.loads(self.path.read_text()))
 
+    def left(self) -> float:
+        """Tokens that still fit, by the rate so far."""
+        known = self.minutes is not None and self.bought
+        return (self.minutes - self.spent) * self.bought / self.spent if known else math.inf
+
     def affordable(self, waiting: Sequence[Conversation], config: AnswerConfig) -> int:
         """How many of the next ones to answer together: all, or where time is limited as many as fit, by the rate so far."""
         if self.minutes is None:
             return len(waiting)
         if not self.bought:
             return min(len(waiting), config.batch_size)
-        left = (self.minutes - self.spent) * self.bought / self.spent
         costs = accumulate(_cost(conversation, config) for conversation in waiting[: GROUP * config.batch_size])
-        return sum(cost <= left for cost in costs)
+        return sum(cost <= self.left() for cost in costs)
 
     def spend(self, seconds: float, cost: int) -> None:
         self.spent, self.bought = self.spent + seconds / 60, self.bought + cost
@@ -362,7 +366,7 @@ def estimate_answers(target: TargetModel, prompts: Sequence[Prompt], config: Ans
     """One line: tokens, memory, disk, and the time that follows from a few timed steps at full batch size; or that the time for
     answers into `path` is spent already."""
     budget = _Budget(path, config.max_minutes)
-    if not budget.has_room():
+    if budget.left() < config.max_new_tokens:
         return (
             f"answers: {budget.spent:.1f} of {config.max_minutes:g} minutes are spent, and no more fits: {len(prompts)} prompts are left "
             "out; raise max_minutes to answer them"
