@@ -189,15 +189,14 @@ def require_replaceable(folder: Path) -> None:
 def compare(drafter: Eagle3Drafter, reloaded: Eagle3Drafter, target: TargetModel, dtype: torch.dtype) -> float:
     """The logits of both on random tokens, K steps, by target id, in fp32 from weights rounded to `dtype`. Returns their root mean square
     difference as a share of the logits' own; asserts that it is rounding (of a merged head) or nothing."""
-    reference = Eagle3Drafter(drafter.config, drafter.lm_head.vocab_map)
-    reference.load_state_dict({name: tensor.cpu().to(dtype).float() for name, tensor in drafter.state_dict().items()})
-    reloaded = reloaded.to(device="cpu", dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(target.vocab_size, (1, PROBE_TOKENS), generator=generator)
     taps = target.features(ids.to(target.device), torch.tensor([PROBE_TOKENS])).taps.float().cpu()
     rows = torch.arange(PROBE_TOKENS - PROBE_STEPS - 1)[None]
     found = []
-    for model in (reference, reloaded):
+    for original in (drafter, reloaded):
+        model = Eagle3Drafter(original.config, original.lm_head.vocab_map)  # its rotary tables were never rounded
+        model.load_state_dict({name: x.cpu().to(dtype).float() for name, x in original.state_dict().items()})
         model.bind(target.embedding_weight.float().cpu())
         with torch.no_grad():
             logits = model.lm_head.logits(model.unroll(taps, ids, rows, PROBE_STEPS))

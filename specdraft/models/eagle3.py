@@ -31,6 +31,8 @@ class Eagle3Drafter(nn.Module, Arithmetic):
 
     def __init__(self, config: Eagle3Config, vocab_map: VocabMap | None = None):
         super().__init__()
+        if "rope_theta" not in config.rope_parameters:
+            raise ValueError(f"rope_parameters: got {config.rope_parameters}, needed: the target's, with rope_theta")
         self.config = config
         taps_size = len(config.tap_layers) * config.hidden_size
         if config.fc_norm:

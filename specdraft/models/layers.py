@@ -6,6 +6,7 @@ They know nothing of models, and have no gradient.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -59,8 +60,13 @@ class Int8Linear:
         assert weight.device.type == "cpu", weight.device
         weight = weight.detach().float()
         scales = weight.abs().amax(1).clamp_min(SMALLEST_SCALE) / 127
-        rows = torch.quantize_per_channel(weight, scales, torch.zeros(len(weight), dtype=torch.int64), 0, torch.qint8)
-        self._packed = torch.ops.quantized.linear_prepack(rows, None)
+        with (
+            warnings.catch_warnings()
+        ):  # quantised tensors are deprecated, but the products that take them have no successor yet
+            warnings.simplefilter("ignore", UserWarning)
+            zeros = torch.zeros(len(weight), dtype=torch.int64)
+            rows = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
+            self._packed = torch.ops.quantized.linear_prepack(rows, None)
 
     def __call__(self, x: Tensor) -> Tensor:
         # 128 levels, not 256: processors without VNNI add pairs of products in 16 bits, which would overflow

@@ -223,7 +223,9 @@ def test_the_benchmark_with_int8_heads(workdir):
     flags = ("--drafters", "useful", "--head-dtypes", "own", "int8", "--tasks", "qa", "--output=int8", "--repeats=1")
     done = bench(workdir, *flags)
     assert done.returncode == 0, done.stderr
-    lines = {line["name"]: line for line in map(json.loads, (workdir / "int8" / "results.jsonl").open())}
+    lines = {
+        line["name"]: line for line in map(json.loads, (workdir / "int8" / "results.jsonl").read_text().splitlines())
+    }
     assert list(lines) == ["target alone", "useful/all/fixed", "useful int8/all/fixed"]
     assert [lines[name]["head_dtype"] for name in list(lines)[1:]] == ["own", "int8"]
     assert lines["useful int8/all/fixed"]["match_rate"] == 1

@@ -220,8 +220,14 @@ BAD_PROMPTS = {
     "max prompts": (["--max-prompts=-1"], "max_prompts: got -1"),
     "max rows": (["--max-rows=0"], "max_rows: got 0"),
     "no source": (["--source"], "source"),
-    "weights": (["--source", "builtin", "prompts.jsonl", "--weights", "inf", "1"], "weights: got [inf, 1.0]"),
-    "NaN": (["--source", "builtin", "prompts.jsonl", "--weights", "nan", "1"], "weights: got [nan, 1.0]"),
+    "weights": (
+        ["--source", "builtin", "prompts.jsonl", "--output=new.jsonl", "--weights", "inf", "1"],
+        "weights: got [inf, 1.0]",
+    ),
+    "NaN": (
+        ["--source", "builtin", "prompts.jsonl", "--output=new.jsonl", "--weights", "nan", "1"],
+        "weights: got [nan, 1.0]",
+    ),
     "a source": (["--source", "prompts.jsonl", "--output=./prompts.jsonl"], "would take the place of a source"),
     "other ending": (["--output=prompts.txt"], "output: got prompts.txt"),
     "no name": (["--output=."], "output: got ."),

@@ -176,15 +176,15 @@ def test_the_estimate_names_tokens_time_memory_and_disk(target, tmp_path):
 
 
 def test_no_estimate_of_what_the_time_does_not_allow(target, tmp_path):
-    """Of two minutes 1.5 are spent, and the slowest group took one; or half a minute is left."""
-    config, path = replace(CONFIG, max_minutes=2), tmp_path / "a.minutes.json"
-    path.write_text("[1.5, 1.0]")
+    """Of two minutes 1.5 are spent, and 30 tokens a minute leave 15, which is no answer; or they are many."""
+    config, path = replace(CONFIG, max_new_tokens=16, max_minutes=2), tmp_path / "a.budget.json"
+    path.write_text("[1.5, 45]")
     line = estimate_answers(target, PROMPTS, config, tmp_path / "a.jsonl")
     assert line.startswith(
         f"answers: 1.5 of 2 minutes are spent, and no more fits: {len(PROMPTS)} prompts are left out"
     )
-    path.write_text("[1.9999999, 0.0]")
-    assert "of which 1e-07 are allowed" in estimate_answers(target, PROMPTS, config, tmp_path / "a.jsonl")
+    path.write_text("[1.5, 450]")
+    assert "answers: at most" in estimate_answers(target, PROMPTS, config, tmp_path / "a.jsonl")
 
 
 def test_states_made_on_the_way_are_those_of_a_forward_pass(target, tmp_path):

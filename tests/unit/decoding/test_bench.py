@@ -263,7 +263,7 @@ def test_the_target_that_drafts_for_itself_is_a_contender(tmp_path, monkeypatch)
     target = tiny_target()
     settings = PolicyConfig(most=4, sparse=SparseSelfConfig(budget=0.2, recent=8, longest=4))
     places = (Path(contenders.SPARSE_SELF),)
-    drafters, hashes = contenders.load_drafters(places, target, settings)
+    drafters, hashes = contenders.load_drafters(places, target, settings, ("own",))
     names = (("all", "nanospec"), tuple(LENGTH_POLICIES), ("chain", "eagle2"))
     both = {**drafters, "low": drafter_of(target, "lowrank")}
     options = (settings, 0.0, 1, CostConfig(tmp_path / "costs", [[1, 2, 3]]))
@@ -287,7 +287,7 @@ def test_the_numbers_of_the_target_that_drafts_for_itself(tmp_path, length, temp
     settings = PolicyConfig(drafted=3, most=4, sparse=SparseSelfConfig(budget=1.0, longest=4))
     places = (Path(contenders.SPARSE_SELF),)
     measuring = CostConfig(tmp_path / "costs", [list(range(40, 60)), list(range(50, 80))], 120)
-    drafters, hashes = contenders.load_drafters(places, target, settings)
+    drafters, hashes = contenders.load_drafters(places, target, settings, ("own",))
     entries = make_entries(target, drafters, hashes, ["all"], [length], ["chain"], settings, temperature, 1, measuring)
     ((name, entry),) = entries.items()
     assert len(entry.costs.draft) == 5
