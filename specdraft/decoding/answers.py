@@ -201,10 +201,9 @@ class _Batch:
 
     def __init__(self, target: TargetModel, config: AnswerConfig, size: int, with_states: bool):
         self.target, self.config, self.with_states = target, config, with_states
-        self.cache = target.new_cache(
-            max(size, 2), target.max_positions
-        )  # of one row it would take all its memory at once
-        self.places: list[_Answer | None] = [None] * max(size, 2)
+        size = max(size, 2)  # a cache of one row takes all its memory at once
+        self.cache = target.new_cache(size, target.max_positions)
+        self.places: list[_Answer | None] = [None] * size
 
     def live(self) -> list[int]:
         return [place for place, answer in enumerate(self.places) if answer is not None]
