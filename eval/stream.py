@@ -23,7 +23,7 @@ from specdraft.data.chat import render_prompt
 from specdraft.data.tasks import DOMAINS, domain_prompts, read_prompts
 from specdraft.decoding import stream
 from specdraft.decoding.bench import Request
-from specdraft.decoding.contenders import NEEDS_FREQUENCY, Frequency, PolicyConfig, read_frequency, vocab_policy
+from specdraft.decoding.contenders import NEEDS_FREQUENCY, PolicyConfig, check_names, read_frequency, vocab_policy
 from specdraft.decoding.evospec import EvoSpecConfig
 from specdraft.decoding.length_policies import Fixed
 from specdraft.decoding.measure import BUSY, Contender, OthersCpu
@@ -100,11 +100,17 @@ def check(config: StreamConfig) -> None:
     read_config(config.drafter)
     if not config.ways or (unknown := [name for name in config.ways if name not in WAYS]):
         raise UserError(f"ways: got {unknown[0] if config.ways else 'none'}, allowed: {', '.join(WAYS)}")
+    check_names(config.policies, list(vocabularies(config).values()), (), ())
     if not config.domains or min(config.per_visit, config.visits, config.max_new_tokens) < 1:
         raise UserError(
             f"domains, per_visit, visits, max_new_tokens: got {len(config.domains)}, {config.per_visit}, {config.visits}, "
             f"{config.max_new_tokens}, allowed: 1 or more of each"
         )
+
+
+def vocabularies(config: StreamConfig) -> dict[str, str]:
+    """Way -> its vocabulary policy."""
+    return {name: config.static if WAYS[name][0] == STATIC else WAYS[name][0] for name in config.ways}
 
 
 def make_stream(config: StreamConfig, target: TargetModel) -> list[stream.Visited]:
@@ -128,13 +134,12 @@ def make_stream(config: StreamConfig, target: TargetModel) -> list[stream.Visite
 
 def make_ways(config: StreamConfig, target: TargetModel) -> tuple[dict[str, stream.Way], dict[str, OnlineAlignment]]:
     """Every way with policies of its own; those that learn have a drafter of their own, too."""
-    vocabularies = {name: config.static if WAYS[name][0] == STATIC else WAYS[name][0] for name in config.ways}
-    frequency: Frequency | None = None
-    if set(vocabularies.values()) & set(NEEDS_FREQUENCY):
+    policies, frequency = vocabularies(config), None
+    if set(policies.values()) & set(NEEDS_FREQUENCY):
         frequency = read_frequency(config.policies.frequency, target, config.policies.evospec.core)
     shared = load_drafter(config.drafter, target)
     ways, learners = {}, {}
-    for name, vocabulary in vocabularies.items():
+    for name, vocabulary in policies.items():
         drafter, method = shared, WAYS[name][1]
         if method is not None:
             drafter = load_drafter(config.drafter, target)

@@ -99,7 +99,8 @@ class OnlineAlignment:
 
     The guard: decoding is lossless, so the frozen drafter would have met the same text. Before a step, positions that came since the
     last one (nothing was trained on them yet) are drafted again, K deep, by both weights; where over the last guard_rounds the accepted
-    length of the adapted ones is under guard_share of the frozen ones', the drafter gets its frozen weights back, bit for bit.
+    length (mean of greedy and sampled drafts) of the adapted ones is under guard_share of the frozen ones', the drafter gets its frozen
+    weights back, bit for bit.
 
     vocab_size: V of the target.   Raises UserError: see Lora; a memory budget in which no window fits.
     """
@@ -345,10 +346,13 @@ class OnlineAlignment:
         return adapted >= self.config.guard_share * frozen
 
     def _accepted(self, module: Eagle3Drafter, windows: Windows, valid: Tensor, rows: Tensor | None) -> float:
-        """Tokens accepted of greedy drafts, K deep, from every row: sum of prod_{j<=k} hit_j."""
-        hits = torch.zeros(valid.shape)
-        hits[valid] = self._laws(module, windows, valid, rows)[2].float().cpu()
-        return float(hits.cumprod(0).sum())
+        """Tokens accepted of drafts from every row, K deep: sum of prod_{j<=k} a_j, the mean of greedy drafts (a = hit) and of sampled ones
+        (a = sum of min(p, q) over the kept tokens). Hits alone tell nothing apart from frozen weights that hit nothing."""
+        log_p, log_q, is_hit = self._laws(module, windows, valid, rows)
+        overlap = torch.minimum(log_p, log_q)[:, :-1].exp().sum(-1)
+        chances = torch.zeros(2, *valid.shape)
+        chances[:, valid] = torch.stack([is_hit.float(), overlap]).cpu()
+        return float(chances.cumprod(1).sum()) / 2
 
     # --- what it takes ----------------------------------------------------------------------------------------------
 

@@ -145,12 +145,12 @@ def test_the_proximal_term_holds_the_weights_back():
 @pytest.mark.parametrize("loss", ["forward_kl", "lk_hybrid"])
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_it_learns_what_the_target_says(method, loss):
-    alignment = align(make_drafter(rank=16), method=method, lr=3e-3, loss=loss, head=True)
+    alignment = align(make_drafter(rank=16), method=method, lr=1e-2, loss=loss, head=True)
     feed(alignment, 300)
     assert alignment.updates > 60
     assert alignment.rollbacks == 0
     adapted, frozen = (sum(entry[i] for entry in alignment.guard) for i in (1, 2))
-    assert adapted > 2 * frozen + 50
+    assert adapted > 10 * frozen > 0
 
 
 def test_optimiser_and_buffer_take_less_than_73_percent_of_full_adaptation():
@@ -169,10 +169,14 @@ def test_optimiser_and_buffer_take_less_than_73_percent_of_full_adaptation():
     assert totals["lora"] <= 0.73 * totals["full"]
 
 
-def test_a_poisoned_update_is_rolled_back():
+@pytest.mark.parametrize("frozen", ["knows nothing", "has learnt"])
+def test_a_poisoned_update_is_rolled_back(frozen):
+    """Also where the frozen drafter hits next to nothing, and hits alone would tell nothing."""
     drafter = make_drafter(rank=16)
+    if frozen == "has learnt":
+        feed(align(drafter, method="full", lr=1e-2, head=True), 200)
     before = {name: weight.clone() for name, weight in drafter.named_parameters()}
-    alignment = align(drafter, lr=3e-3, head=True, guard_rounds=8, across_requests=True)
+    alignment = align(drafter, lr=3e-3, head=True, guard_rounds=32, across_requests=True)
     feed(alignment, 200)
     assert alignment.rollbacks == 0
     assert not torch.allclose(drafter.fc.weight, before["fc.weight"], atol=1e-3)
@@ -181,7 +185,7 @@ def test_a_poisoned_update_is_rolled_back():
     alignment.config = replace(alignment.config, lr=1e-12)  # so that later steps do not hide what was given back
     feed(alignment, 3)
     assert alignment.rollbacks == 0
-    feed(alignment, 9)
+    feed(alignment, 41)
     assert alignment.rollbacks == 1
     assert all(torch.allclose(weight, before[name], atol=1e-6) for name, weight in drafter.named_parameters())
 
