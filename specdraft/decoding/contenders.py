@@ -288,7 +288,7 @@ def costs_of(
 ) -> tuple[CostTable, list[float]]:
     """T_draft(k) and T_verify(k+1), and the acceptance that was seen: from disk if they were measured before (same contender,
     target, dtype, machine, threads), or measured now."""
-    identity = [what, target.hash, str(target.dtype), machine(), temperature, settings.most]
+    identity = [what, target.hash, target.precision, machine(), temperature, settings.most]
     identity += [measuring.prompts, measuring.max_new_tokens, measuring.seed]
     folder = measuring.folder / hash_json(identity)
     if not (folder / "acceptance.json").exists():

@@ -98,7 +98,7 @@ class HeadTimes:
 def cached_head_times(target: TargetModel, folder: Path, drafted: int, repeats: int = 20) -> HeadTimes:
     """The times of this target, dtype, machine and thread count, from `folder` where they were measured before on an idle machine."""
     here = machine()
-    settings = [target.hash, str(target.dtype), here["processor"], here["threads"], here["gpus"], drafted, repeats]
+    settings = [target.hash, target.precision, here["processor"], here["threads"], here["gpus"], drafted, repeats]
     path = folder / f"head-times-{hash_json(settings)}.json"
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError):  # none yet, or not what is written here
         found = HeadTimes(**json.loads(path.read_text()))

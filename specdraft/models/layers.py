@@ -60,9 +60,8 @@ class Int8Linear:
         assert weight.device.type == "cpu", weight.device
         weight = weight.detach().float()
         scales = weight.abs().amax(1).clamp_min(SMALLEST_SCALE) / 127
-        with (
-            warnings.catch_warnings()
-        ):  # quantised tensors are deprecated, but the products that take them have no successor yet
+        # quantised tensors are deprecated, but the products that take them have no successor yet
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             zeros = torch.zeros(len(weight), dtype=torch.int64)
             rows = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)

@@ -11,11 +11,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import shutil
+import shlex
 import subprocess
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specdraft.config import UserError
@@ -27,40 +28,38 @@ FLAGS = ("-O3", "-mavx2", "-mfma", "-fopenmp", "-shared", "-fPIC", "-std=c++17")
 
 @functools.cache
 def available() -> bool:
-    """Whether `thin_linear` works here and pays."""
-    return (
-        not has_bf16_products("cpu")
-        and torch.backends.cpu.get_cpu_capability() == "AVX2"
-        and shutil.which(_compiler()) is not None
-        and _library() is not None
-    )
+    """Whether `thin_linear` pays here."""
+    return not has_bf16_products("cpu") and _library() is not None
 
 
 def thin_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..,I] of any dtype -> x @ weight.T + bias [..,O] in fp32, for contiguous bf16 weights [O,I] on the CPU. No gradient."""
+    """x [..,I] of any dtype -> x @ weight.T + bias [..,O] in fp32, for contiguous bf16 weights [O,I] on the CPU. No gradient.
+    Where the file cannot be compiled, or the processor has no AVX2, by torch."""
+    library = _library()
+    if library is None:
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     outputs, width = weight.shape
     rows = x.reshape(-1, width).float().contiguous()
     y = rows.new_empty(*x.shape[:-1], outputs)
     bias_at = None if bias is None else bias.data_ptr()
-    _library().thin_product(rows.data_ptr(), weight.data_ptr(), bias_at, y.data_ptr(), len(rows), width, outputs)
+    library.thin_product(rows.data_ptr(), weight.data_ptr(), bias_at, y.data_ptr(), len(rows), width, outputs)
     return y
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The compiled file; None where the compiler cannot make it."""
+    """The compiled file; None where the compiler cannot make it, or the processor cannot run it."""
+    if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):  # AVX2 or AVX512
+        return None
+    compiler = shlex.split(os.environ.get("CXX", "g++"))
     binary = cache_folder() / "kernels" / f"thin_products-{hash_json([SOURCE.read_text(), FLAGS])}.so"
     if not binary.exists():
         try:
             with atomic_path(binary) as written:
-                subprocess.run([_compiler(), *FLAGS, str(SOURCE), "-o", str(written)], capture_output=True, check=True)
+                subprocess.run([*compiler, *FLAGS, str(SOURCE), "-o", str(written)], capture_output=True, check=True)
         except (subprocess.CalledProcessError, UserError):
             return None
     library = ctypes.CDLL(str(binary))
     library.thin_product.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3
     library.thin_product.restype = None
     return library
-
-
-def _compiler() -> str:
-    return os.environ.get("CXX", "g++")
