@@ -27,7 +27,7 @@ from specdraft.config import UserError
 from specdraft.data.chat import AnswerRow, Example, follow_up, read_answers, render_prompt, tokenizer_hash
 from specdraft.data.source import States
 from specdraft.data.tasks import Prompt
-from specdraft.decoding.sampling import Sampling, draw
+from specdraft.decoding.sampling import Sampling, draw, greedy
 from specdraft.models.target import TargetModel
 from specdraft.provenance import atomic_path, hash_json, sole_writer, write_json
 
@@ -303,7 +303,7 @@ def _parts(lengths: list[int], device: torch.device) -> Iterator[slice]:
 def _draw(logits: Tensor, generators: list[torch.Generator | None], sampling: Sampling) -> list[int]:
     """logits [B, V] -> one token a row."""
     if sampling.greedy:
-        return logits.max(-1).indices.tolist()
+        return greedy(logits).tolist()
     laws = sampling.law(logits)
     return [int(draw(law, generator)) for law, generator in zip(laws, generators, strict=True)]
 

@@ -16,11 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specdraft.models import draft_layer
 from specdraft.models.cache import Append, KVCache
+from specdraft.models.draft_layer import DraftLayer
 from specdraft.models.drafter import Ask, LiveRows, Proposal, nothing
 from specdraft.models.eagle3_layer import Arithmetic, RMSNorm
 from specdraft.models.heads import LowRankHead
-from specdraft.models.layers import FrozenLinear, FrozenRMSNorm, Int8Linear, compute_dtype
+from specdraft.models.layers import FEW_ROWS, FrozenLinear, FrozenRMSNorm, Int8Linear, compute_dtype
 from specdraft.models.lean import additive, attend
 from specdraft.models.tree import Growth, Level, Shape
 
@@ -39,8 +41,7 @@ class Sequences:
         counts = [len(row) for row in tokens]
         n = max(counts)
         ids = torch.tensor([row + [0] * (n - len(row)) for row in tokens], device=taps.device)
-        x, residual = self.weights.layer_input(self.weights.fuse(taps), ids)
-        q, _, _ = self._project(x, self.cache.place(n, taps.device))
+        q, _, _, residual = self._project(self.weights.fuse(taps), ids, self.cache.place(n, taps.device))
         self.cache.grow(counts)
         if min(counts) == n:
             self.q, self.residual = q[:, :, -1:], residual[:, -1:]
@@ -57,13 +58,18 @@ class Sequences:
     def device(self) -> torch.device:
         return self.residual.device
 
+    @property
+    def layer(self) -> DraftLayer | None:
+        """The compiled layer, where it can run these sequences."""
+        return self.weights.layer if self.cache.is_single else None
+
     def draft(self, asks: list[Ask], shape: Shape) -> list[Proposal]:
         """See BatchDrafter.draft."""
-        weights, committed = self.weights, self.cache.lengths
+        committed = self.cache.lengths
         growths = [self._begin(ask, shape) if ask.budget > 0 else None for ask in asks]
         going = {b: 1 for b, growth in enumerate(growths) if growth is not None}  # nodes of each row that ran last
         nodes = None if shape.width == 1 else Nodes(self.cache, self.device)
-        hidden, normed = weights.finish(self._attend_to_committed(), self.residual)
+        hidden, normed = self._finish(self.q, *self._committed(), self.residual)
         head_seconds = 0.0
         while True:
             start = time.perf_counter()
@@ -93,11 +99,10 @@ class Sequences:
             parents = _pad([levels[b][1] if b in levels else None for b in range(len(hidden))])
             hidden = hidden.gather(1, parents[:, :, None].expand(-1, -1, hidden.shape[2]))
             positions, mask = nodes.add(parents)
-        x, residual = self.weights.layer_input(hidden, tokens)
-        place = self.cache.place(x.shape[1], x.device, positions, mask)
-        q, keys, values = self._project(x, place)
-        self.cache.grow([x.shape[1]] * len(x))
-        return self.weights.finish(self._attend(q, keys, values, place.mask), residual)
+        place = self.cache.place(tokens.shape[1], hidden.device, positions, mask)
+        q, keys, values, residual = self._project(hidden, tokens, place)
+        self.cache.grow([tokens.shape[1]] * len(tokens))
+        return self._finish(q, keys, values, place.mask, residual)
 
     def _logits(self, normed: Tensor, live: dict[int, LiveRows | None]) -> dict[int, Tensor]:
         """normed [B, w, H] -> logits [w, S] of every row in `live`: one product where all read the same rows of the head."""
@@ -109,15 +114,32 @@ class Sequences:
         logits = self.weights.logits(normed.flatten(0, 1), first).unflatten(0, normed.shape[:2])
         return {b: logits[b] for b in live}
 
-    def _project(self, x: Tensor, place: Append) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows x [B, n, 2H]: stores their keys and values. Returns their queries [B, h, n, d], and the keys and values of all
-        slots that they may attend to [B, k, T, d]."""
+    def _project(self, hidden: Tensor, tokens: Tensor, place: Append) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Rows of states hidden [B, n, H] beside tokens [B, n]: stores their keys and values. Returns their queries [B, h, n, d], the
+        keys and values of all slots that they may attend to [B, k, T, d], and their residual [B, n, H]."""
         config = self.weights.config
         heads, turned = config.num_attention_heads, config.num_attention_heads + config.num_key_value_heads
-        qkv = self.weights.qkv(x).unflatten(-1, (-1, config.head_dim))
-        qk = self._rotate(qkv[:, :, :turned], place)
+        if self.layer is not None and place.n <= FEW_ROWS:
+            positions = place.new_slots() if place.positions is None else place.positions
+            qkv, residual = self.layer.project(hidden, tokens, positions)
+            qk = qkv[:, :, :turned]
+        else:
+            x, residual = self.weights.layer_input(hidden, tokens)
+            qkv = self.weights.qkv(x).unflatten(-1, (-1, config.head_dim))
+            qk = self._rotate(qkv[:, :, :turned], place)
+            if self.layer is not None:
+                qkv, qk, residual = qkv.float(), qk.float(), residual.float()
         stored = self.cache.write(0, qk[:, :, heads:], qkv[:, :, turned:], place)
-        return qk[:, :, :heads].transpose(1, 2), *stored
+        return qk[:, :, :heads].transpose(1, 2), *stored, residual
+
+    def _finish(
+        self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """q [B, h, n, d]; keys, values [B, k, T, d]; mask [B, 1, n, T], True = may attend; residual [B, n, H]. Returns
+        Arithmetic.finish's two."""
+        if self.layer is not None:
+            return self.layer.finish(q, keys, values, mask, residual)
+        return self.weights.finish(self._attend(q, keys, values, mask), residual)
 
     def _rotate(self, x: Tensor, place: Append) -> Tensor:
         """Arithmetic.rotate, x [B, n, heads, d]."""
@@ -125,14 +147,14 @@ class Sequences:
         turned = x.roll(x.shape[-1] // 2, dims=-1)
         return torch.addcmul(x * self.weights.cos[where], turned, self.weights.sin[where])
 
-    def _attend_to_committed(self) -> Tensor:
-        """The last committed rows, [B, h, 1, d]."""
+    def _committed(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values of the committed rows [B, k, T, d], and which of them each sequence has [B, 1, 1, T], None = all."""
         keys, values, lengths = self.cache.keys[0], self.cache.values[0], self.cache.lengths
         if self.cache.is_single:
-            return self._attend(self.q, keys[:, :, : lengths[0]], values[:, :, : lengths[0]], None)
+            return keys[:, :, : lengths[0]], values[:, :, : lengths[0]], None
         slots = torch.arange(keys.shape[2], device=self.device)
         mask = slots < torch.tensor(lengths, device=self.device)[:, None]
-        return self._attend(self.q, keys, values, mask[:, None, None])
+        return keys, values, mask[:, None, None]
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """q [B, h, n, d]; keys, values [B, k, T, d]; mask [B, 1, n, T], True = may attend. Returns [B, h, n, d]."""
@@ -191,8 +213,9 @@ class FrozenWeights(Arithmetic):
             if name != "lm_head":
                 setattr(self, name, freeze(module))
         attention, mlp = drafter.midlayer.self_attn, drafter.midlayer.mlp
-        self.qkv = join(attention["q_proj"], attention["k_proj"], attention["v_proj"])
-        self.gate_up = join(mlp["gate_proj"], mlp["up_proj"])
+        qkv = join(attention["q_proj"], attention["k_proj"], attention["v_proj"])
+        gate_up = join(mlp["gate_proj"], mlp["up_proj"])
+        self.qkv, self.gate_up = FrozenLinear(qkv), FrozenLinear(gate_up)
         self.head = drafter.lm_head
         head = "lm_head.weight"
         is_known = before is not None and before.versions[head] == versions[head]
@@ -201,9 +224,11 @@ class FrozenWeights(Arithmetic):
         else:
             self.rows = Int8Linear(self.head.weight) if drafter.head_dtype == "int8" else FrozenLinear(self.head.weight)
         self.down = FrozenLinear(self.head.down) if isinstance(self.head, LowRankHead) else None
-        dtype = compute_dtype(drafter.fc.weight)
+        self.dtype = compute_dtype(drafter.fc.weight)
         left, right = drafter.sin.chunk(2, dim=-1)
-        self.cos, self.sin = drafter.cos[:, None].to(dtype), torch.cat([-left, right], dim=-1)[:, None].to(dtype)
+        cos, sin = drafter.cos[:, None], torch.cat([-left, right], dim=-1)[:, None]
+        self.cos, self.sin = cos.to(self.dtype), sin.to(self.dtype)
+        self.layer = DraftLayer(drafter, qkv, gate_up, cos, sin) if draft_layer.is_supported(drafter) else None
 
     def feed_forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
@@ -211,13 +236,14 @@ class FrozenWeights(Arithmetic):
 
     def logits(self, hidden: Tensor, live: LiveRows | None) -> Tensor:
         """[..., H] -> [..., S], or [..., n] over the live rows."""
+        hidden = hidden.to(self.dtype)
         projected = hidden if self.down is None else self.down(hidden)
         return self.rows(projected) if live is None else live.logits(projected)
 
 
-def join(*projections: nn.Linear) -> FrozenLinear:
-    """Several projections of the same input as one: their outputs side by side."""
-    return FrozenLinear(torch.cat([projection.weight.detach() for projection in projections]))
+def join(*projections: nn.Linear) -> Tensor:
+    """The weight of several projections of the same input as one: their outputs side by side."""
+    return torch.cat([projection.weight.detach() for projection in projections])
 
 
 def freeze(module: nn.Module) -> Any:

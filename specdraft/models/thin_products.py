@@ -3,7 +3,7 @@
 There torch reads all weights again for every row of such a product (8 rows take 7 times as long as one), or wants them in
 fp32: twice the memory traffic, which is all that a decoding step waits for. thin_products.cpp reads them once; what is not
 a weight is in fp32. It is compiled on first use by the C++ compiler, into ~/.cache/specdraft; where there is none, models run in fp32.
-It knows nothing of models.
+draft_layer.cpp is compiled with it. It knows nothing of models.
 """
 
 from __future__ import annotations
@@ -22,44 +22,52 @@ from torch import Tensor
 from specdraft.config import UserError
 from specdraft.provenance import atomic_path, cache_folder, has_bf16_products, hash_json
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+SOURCES = [Path(__file__).with_name(name) for name in ("thin_products.h", "thin_products.cpp", "draft_layer.cpp")]
 FLAGS = ("-O3", "-mavx2", "-mfma", "-fopenmp", "-shared", "-fPIC", "-std=c++17")
 
 
 @functools.cache
 def available() -> bool:
     """Whether `thin_linear` pays here."""
-    return not has_bf16_products("cpu") and _library() is not None
+    return not has_bf16_products("cpu") and library() is not None
 
 
 def thin_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..,I] of any dtype -> x @ weight.T + bias [..,O] in fp32, for contiguous bf16 weights [O,I] on the CPU. No gradient.
     Where the file cannot be compiled, or the processor has no AVX2, by torch."""
-    library = _library()
-    if library is None:
+    compiled = library()
+    if compiled is None:
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     outputs, width = weight.shape
     rows = x.reshape(-1, width).float().contiguous()
     y = rows.new_empty(*x.shape[:-1], outputs)
     bias_at = None if bias is None else bias.data_ptr()
-    library.thin_product(rows.data_ptr(), weight.data_ptr(), bias_at, y.data_ptr(), len(rows), width, outputs)
+    compiled.thin_product(rows.data_ptr(), weight.data_ptr(), bias_at, y.data_ptr(), len(rows), width, outputs)
     return y
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
-    """The compiled file; None where the compiler cannot make it, or the processor cannot run it."""
+def library() -> ctypes.CDLL | None:
+    """The compiled files; None where the compiler cannot make them, or the processor cannot run them."""
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):  # AVX2 or AVX512
         return None
     compiler = shlex.split(os.environ.get("CXX", "g++"))
-    binary = cache_folder() / "kernels" / f"thin_products-{hash_json([SOURCE.read_text(), FLAGS])}.so"
+    texts = [source.read_text() for source in SOURCES]
+    units = [str(source) for source in SOURCES if source.suffix == ".cpp"]
+    binary = cache_folder() / "kernels" / f"thin_products-{hash_json([texts, FLAGS])}.so"
     if not binary.exists():
         try:
             with atomic_path(binary) as written:
-                subprocess.run([*compiler, *FLAGS, str(SOURCE), "-o", str(written)], capture_output=True, check=True)
+                subprocess.run([*compiler, *FLAGS, *units, "-o", str(written)], capture_output=True, check=True)
         except (subprocess.CalledProcessError, UserError):
             return None
-    library = ctypes.CDLL(str(binary))
-    library.thin_product.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3
-    library.thin_product.restype = None
-    return library
+    loaded = ctypes.CDLL(str(binary))
+    pointer, number = ctypes.c_void_p, ctypes.c_long
+    loaded.thin_product.argtypes = [pointer] * 4 + [number] * 3
+    loaded.draft_project.argtypes = [pointer] * 4 + [number] + [pointer] * 2
+    loaded.draft_finish.argtypes = (
+        [pointer] * 2 + [number] + [pointer] * 3 + [number] * 2 + [pointer, number] + [pointer] * 2
+    )
+    for function in (loaded.thin_product, loaded.draft_project, loaded.draft_finish):
+        function.restype = None
+    return loaded

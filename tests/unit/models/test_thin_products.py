@@ -50,15 +50,15 @@ def test_numbers_that_are_not_finite_stay_so():
 
 def test_it_compiles_wherever_it_can_run():
     """Else all of the above is torch's."""
-    assert (thin_products._library() is not None) == torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    assert (thin_products.library() is not None) == torch.backends.cpu.get_cpu_capability().startswith("AVX")
 
 
 def test_without_a_compiler_torch_multiplies(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("SPECDRAFT_CACHE", str(tmp_path))
-    found = thin_products._library.__wrapped__()
+    found = thin_products.library.__wrapped__()
     assert found is None
-    monkeypatch.setattr(thin_products, "_library", lambda: found)
+    monkeypatch.setattr(thin_products, "library", lambda: found)
     assert not thin_products.available.__wrapped__()
     x, weight = randn(3, 32), randn(5, 32).bfloat16()
     assert torch.equal(thin_linear(x, weight), F.linear(x, weight.float()))
@@ -69,6 +69,6 @@ def test_what_does_not_compile_leaves_nothing(monkeypatch, tmp_path, source):
     monkeypatch.setenv("SPECDRAFT_CACHE", str(tmp_path))
     broken = tmp_path / "broken.cpp"
     broken.write_text(source)
-    monkeypatch.setattr(thin_products, "SOURCE", broken)
-    assert thin_products._library.__wrapped__() is None
+    monkeypatch.setattr(thin_products, "SOURCES", [broken])
+    assert thin_products.library.__wrapped__() is None
     assert not list((tmp_path / "kernels").iterdir())

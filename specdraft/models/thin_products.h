@@ -1,0 +1,146 @@
+// y [n,O] = x [n,I] @ w [O,I]^T (+ bias [O]) for weights in bf16 and all else in fp32, for the few rows n of a decoding step, with
+// AVX2. Such a product is bound by memory: every weight is read once for up to 8 rows.
+//
+// bf16 is the upper half of fp32. Of 16 weights in one register a shift gives the even columns and a mask the odd ones, so the
+// even columns of each 16 of x are moved before the odd ones.
+#pragma once
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace thin {
+
+constexpr long GROUP = 16;         // columns that one load of weights holds
+constexpr long BLOCK = 24;         // rows of w that stay in the first cache while all rows of x pass
+constexpr long EIGHT = 8;          // outputs
+constexpr long NARROW = 96;        // columns
+constexpr long AHEAD = 2048;       // bytes: where a load of weights also asks for those to come
+
+inline float widen(uint16_t value) {
+    uint32_t bits = uint32_t(value) << 16;
+    float wide;
+    std::memcpy(&wide, &bits, 4);
+    return wide;
+}
+
+inline float sum(__m256 v) {
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+
+constexpr uint32_t WINDOW[GROUP] = {~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u};
+
+// The first `count` of 16 weights, zeros behind. Behind the last row of all there is nothing to read.
+inline __m256i load_end(const uint16_t* w, long count, bool is_last) {
+    if (is_last) {
+        uint16_t end[GROUP] = {};
+        std::memcpy(end, w, count * sizeof(uint16_t));
+        return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(end));
+    }
+    const uint16_t* keep = reinterpret_cast<const uint16_t*>(WINDOW) + GROUP - count;
+    return _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)),
+                            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(keep)));
+}
+
+// One row of w against N rows of x. U groups at a time, their even and odd columns in S = 1 or 2 sums: N*U*S chains of
+// additions hide the latency of one, and fit the 16 registers. rest: columns of the last group, 1 to 16.
+// is_last: nothing may be read behind the row.
+template <int N, int U, int S>
+void dot(const uint16_t* w, const float* x, float bias, float* y, long outputs, long columns, long rest, bool is_last) {
+    __m256 sums[U][S][N];
+    for (auto& group : sums)
+        for (auto& parity : group)
+            for (auto& s : parity) s = _mm256_setzero_ps();
+    const __m256i upper = _mm256_set1_epi32(int(0xffff0000));
+    auto add = [&](int u, long k, __m256i weights) {
+        const __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(weights, 16));
+        const __m256 odd = _mm256_castsi256_ps(_mm256_and_si256(weights, upper));
+#pragma GCC unroll 8
+        for (int i = 0; i < N; i++) {
+            const float* row = x + i * columns + k;
+            sums[u][0][i] = _mm256_fmadd_ps(even, _mm256_loadu_ps(row), sums[u][0][i]);
+            sums[u][S - 1][i] = _mm256_fmadd_ps(odd, _mm256_loadu_ps(row + 8), sums[u][S - 1][i]);
+        }
+    };
+    auto load = [&](long k) {
+        _mm_prefetch(reinterpret_cast<const char*>(w + k) + AHEAD, _MM_HINT_T0);
+        return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + k));
+    };
+    long k = 0;
+    for (; k + U * GROUP < columns; k += U * GROUP) {
+#pragma GCC unroll 8
+        for (int u = 0; u < U; u++) add(u, k + u * GROUP, load(k + u * GROUP));
+    }
+    for (; k + GROUP < columns; k += GROUP) add(0, k, load(k));
+    add(0, k, rest == GROUP ? load(k) : load_end(w + k, rest, is_last));
+    for (int i = 0; i < N; i++) {
+        __m256 total = _mm256_setzero_ps();
+        for (auto& group : sums)
+            for (auto& parity : group) total = _mm256_add_ps(total, parity[i]);
+        y[i * outputs] = sum(total) + bias;
+    }
+}
+
+// EIGHT narrow rows of w, one behind the other, against one row of x: their sums are added up together, which for so short a row is
+// most of the work. There must be another row behind them.
+inline void dot_eight(const uint16_t* w, const float* x, float* y, long width, long columns, long rest) {
+    __m256 sums[EIGHT];
+    for (auto& s : sums) s = _mm256_setzero_ps();
+    const __m256i upper = _mm256_set1_epi32(int(0xffff0000));
+    auto add = [&](long k, auto load) {
+        const __m256 at_even = _mm256_loadu_ps(x + k), at_odd = _mm256_loadu_ps(x + k + 8);
+#pragma GCC unroll 8
+        for (int o = 0; o < EIGHT; o++) {
+            const uint16_t* at = w + o * width + k;
+            _mm_prefetch(reinterpret_cast<const char*>(at) + AHEAD, _MM_HINT_T0);
+            const __m256i weights = load(at);
+            sums[o] = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(weights, 16)), at_even, sums[o]);
+            sums[o] = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(weights, upper)), at_odd, sums[o]);
+        }
+    };
+    for (long k = 0; k + GROUP < columns; k += GROUP)
+        add(k, [](const uint16_t* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); });
+    add(columns - GROUP, [&](const uint16_t* at) { return load_end(at, rest, false); });
+    const __m256 low = _mm256_hadd_ps(_mm256_hadd_ps(sums[0], sums[1]), _mm256_hadd_ps(sums[2], sums[3]));
+    const __m256 high = _mm256_hadd_ps(_mm256_hadd_ps(sums[4], sums[5]), _mm256_hadd_ps(sums[6], sums[7]));
+    _mm_storeu_ps(y, _mm_add_ps(_mm256_castps256_ps128(low), _mm256_extractf128_ps(low, 1)));
+    _mm_storeu_ps(y + 4, _mm_add_ps(_mm256_castps256_ps128(high), _mm256_extractf128_ps(high, 1)));
+}
+
+using Dot = void (*)(const uint16_t*, const float*, float, float*, long, long, long, bool);
+constexpr Dot DOTS[] = {dot<1, 4, 2>, dot<2, 2, 2>, dot<3, 2, 2>, dot<4, 1, 2>,
+                        dot<5, 1, 2>, dot<6, 1, 2>, dot<7, 1, 1>, dot<8, 1, 1>};
+constexpr long MOST = sizeof(DOTS) / sizeof(Dot);
+
+// x [count, width] -> [count, columns], the even columns of each group before its odd ones, zeros behind.
+inline void spread(const float* x, float* spread, long count, long width, long columns) {
+    for (long i = 0; i < count; i++)
+        for (long k = 0; k < width; k++) spread[i * columns + k / GROUP * GROUP + k % 2 * 8 + k % GROUP / 2] = x[i * width + k];
+}
+
+// Called by every thread of a parallel region, which have all of y when it returns. x: n rows of `width`; bias may be null.
+inline void product(const float* x, const uint16_t* w, const uint16_t* bias, float* y, long n, long width, long outputs) {
+    const long columns = (width + GROUP - 1) / GROUP * GROUP;
+    const long rest = width - (columns - GROUP);
+    static thread_local std::vector<float> rows;
+    rows.assign(n * columns, 0.0f);
+    spread(x, rows.data(), n, width, columns);
+#pragma omp for schedule(static)
+    for (long start = 0; start < outputs; start += BLOCK)
+        for (long i = 0; i < n; i += MOST) {
+            const Dot dot = DOTS[std::min(MOST, n - i) - 1];
+            long o = start;
+            if (n == 1 && columns <= NARROW && !bias)
+                for (; o + EIGHT <= std::min(outputs - 1, start + BLOCK); o += EIGHT)
+                    dot_eight(w + o * width, rows.data(), y + o, width, columns, rest);
+            for (; o < std::min(outputs, start + BLOCK); o++)
+                dot(w + o * width, rows.data() + i * columns, bias ? widen(bias[o]) : 0.0f, y + i * outputs + o, outputs, columns, rest,
+                    o + 1 == outputs);
+        }
+}
+
+}  // namespace thin
