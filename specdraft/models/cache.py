@@ -108,9 +108,7 @@ class KVCache:
 
     def write(self, layer: int, keys: Tensor, values: Tensor, append: Append) -> tuple[Tensor, Tensor]:
         """Store [B, n, G, D] at the slots of `append`; returns the slots to attend to, [B, G, append.width, D]."""
-        if self.keys[layer] is None or self.keys[layer].shape[2] < append.width:
-            self.keys[layer] = self._allocate(self.keys[layer], keys, append.width)
-            self.values[layer] = self._allocate(self.values[layer], values, append.width)
+        self._make_room(layer, keys, append)
         all_keys, all_values = self.keys[layer], self.values[layer]
         if append.slots is None:
             all_keys[:, :, append.start : append.end] = keys.transpose(1, 2)
@@ -119,6 +117,18 @@ class KVCache:
             all_keys[append.rows, :, append.slots] = keys
             all_values[append.rows, :, append.slots] = values
         return all_keys[:, :, : append.width], all_values[:, :, : append.width]
+
+    def reserve(self, like: Tensor, append: Append) -> tuple[list[Tensor], list[Tensor]]:
+        """Room for what `append` adds, for who writes it himself. like [B, n, G, D]. Returns keys and values of every layer,
+        [B, G, append.width, D]."""
+        for layer in range(len(self.keys)):
+            self._make_room(layer, like, append)
+        return tuple([stored[:, :, : append.width] for stored in store] for store in (self.keys, self.values))
+
+    def _make_room(self, layer: int, like: Tensor, append: Append) -> None:
+        if self.keys[layer] is None or self.keys[layer].shape[2] < append.width:
+            self.keys[layer] = self._allocate(self.keys[layer], like, append.width)
+            self.values[layer] = self._allocate(self.values[layer], like, append.width)
 
     def _allocate(self, old: Tensor | None, like: Tensor, width: int) -> Tensor:
         slots = width

@@ -9,25 +9,23 @@ Letters: n rows, H width, h heads, k key/value heads, d head width, T slots.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from specdraft.models import thin_products
 from specdraft.models.eagle3_layer import Eagle3Config
-
-SIZES = ("width", "mlp_width", "heads", "kv_heads", "head_dim", "norm_before_residual")
-WEIGHTS = ("embedding", "qkv", "out", "gate_up", "down")
-NORMS = ("embedding_norm", "hidden_norm", "mlp_norm", "last_norm")
-TABLES = ("cos", "sin")
+from specdraft.models.thin_products import Block, Sizes, require_rows
 
 
-class _Layout(ctypes.Structure):
+class _DraftLayer(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_long) for name in SIZES),
-        ("eps", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in (*WEIGHTS, *NORMS, *TABLES)),
+        ("size", Sizes),
+        ("norm_before_residual", ctypes.c_long),
+        ("embedding", ctypes.c_void_p),
+        ("qkv", ctypes.c_void_p),
+        ("block", Block),
+        *((name, ctypes.c_void_p) for name in ("embedding_norm", "hidden_norm", "last_norm", "cos", "sin")),
     ]
 
 
@@ -38,15 +36,32 @@ class DraftLayer:
         """qkv [(h+2k)d, 2H], gate_up [2I, H]: projections joined; cos, sin [positions, .., d], the first half of sin negated."""
         self.config: Eagle3Config = drafter.config
         c, layer = self.config, drafter.midlayer
-        self._library = thin_products.library()
-        weights = [drafter.embedding, qkv, layer.self_attn["o_proj"].weight, gate_up, layer.mlp["down_proj"].weight]
-        norms = (layer.input_layernorm, layer.hidden_norm, layer.post_attention_layernorm, drafter.norm)
-        floats = [tensor.float() for tensor in (*(norm.weight for norm in norms), cos, sin)]
-        self._tensors = [tensor.detach().contiguous() for tensor in (*weights, *floats)]  # kept alive
-        sizes = (c.hidden_size, c.intermediate_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim)
-        pointers = (tensor.data_ptr() for tensor in self._tensors)
-        self._layout = _Layout(*sizes, c.norm_before_residual, c.rms_norm_eps, *pointers)
+        self._library, self._tensors = thin_products.library(), []
+        weight = lambda tensor: self._keep(tensor.detach().contiguous())  # noqa: E731
+        number = lambda tensor: self._keep(tensor.detach().float().contiguous())  # noqa: E731
+        out, down = weight(layer.self_attn["o_proj"].weight), weight(layer.mlp["down_proj"].weight)
+        mlp_norm = number(layer.post_attention_layernorm.weight)
+        self._layout = _DraftLayer(
+            Sizes(
+                c.hidden_size,
+                c.intermediate_size,
+                c.num_attention_heads,
+                c.num_key_value_heads,
+                c.head_dim,
+                c.rms_norm_eps,
+            ),
+            c.norm_before_residual,
+            weight(drafter.embedding),
+            weight(qkv),
+            Block(out, None, weight(gate_up), None, down, None, mlp_norm),
+            *map(number, (layer.input_layernorm.weight, layer.hidden_norm.weight, drafter.norm.weight, cos, sin)),
+        )
         self._at = ctypes.addressof(self._layout)
+
+    def _keep(self, tensor: Tensor) -> int:
+        """Keeps the tensor alive. Returns where it is."""
+        self._tensors.append(tensor)
+        return tensor.data_ptr()
 
     def project(self, hidden: Tensor, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [1, n, H], tokens and positions [1, n] -> queries, keys and values [1, n, h+2k, d], the first two rotated;
@@ -62,11 +77,10 @@ class DraftLayer:
     def finish(
         self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, residual: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """q [1, h, n, d]; keys, values [1, k, T, d]; mask [1, 1, n, T], True = may attend; residual [1, n, H]. Returns
-        Arithmetic.finish's two."""
+        """q [1, h, n, d]; keys, values [1, k, T, d]; mask [1, 1, n, T], True = may attend, None = causally; residual [1, n, H].
+        Returns Arithmetic.finish's two."""
         q, residual = q.transpose(1, 2), residual.contiguous()
-        assert q.stride()[2:] == keys.stride()[2:] == (q.shape[3], 1), (q.stride(), keys.stride())
-        assert keys.stride() == values.stride(), (keys.stride(), values.stride())
+        require_rows(q, keys, values)
         sees = None if mask is None else mask.contiguous()
         hidden, normed = torch.empty_like(residual), torch.empty_like(residual)
         self._library.draft_finish(
@@ -88,11 +102,6 @@ class DraftLayer:
 
 def is_supported(drafter: nn.Module) -> bool:
     """Whether DraftLayer can run this drafter here."""
-    tensors = list(_matrices(drafter))
+    tensors = (drafter.embedding, *drafter.midlayer.parameters())
     is_bf16 = all(tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu" for tensor in tensors)
     return is_bf16 and thin_products.library() is not None
-
-
-def _matrices(drafter: nn.Module) -> Iterator[Tensor]:
-    yield drafter.embedding
-    yield from drafter.midlayer.parameters()

@@ -26,10 +26,10 @@ class FrozenLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         weight, bias = weight.detach(), None if bias is None else bias.detach()
-        self._product = _choose(weight, bias)
+        self.product = _choose(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._product(x)
+        return self.product(x)
 
 
 class ThinLinear:
@@ -108,10 +108,9 @@ class FrozenRMSNorm:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 inside."""
 
     def __init__(self, weight: Tensor, eps: float):
-        self.weight, self.eps = weight.detach().to(compute_dtype(weight)), eps
+        self.scale, self.eps = weight.detach().to(compute_dtype(weight)).contiguous(), eps
         self.is_doubled = weight.device.type == "cpu"
-        if self.is_doubled:
-            self.weight = torch.cat((self.weight, self.weight))
+        self.weight = torch.cat((self.scale, self.scale)) if self.is_doubled else self.scale
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.to(self.weight.dtype)

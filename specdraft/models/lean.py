@@ -12,10 +12,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from specdraft.models.attention import Attention, AttentionInputs
 from specdraft.models.cache import Append, KVCache
-from specdraft.models.layers import FrozenLinear, FrozenRMSNorm, compute_dtype
+from specdraft.models.decode_layers import DecodeLayers, are_supported
+from specdraft.models.layers import FEW_ROWS, FrozenLinear, FrozenRMSNorm, compute_dtype
+from specdraft.models.thin_products import Sizes
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose table does not depend on the length of the text
@@ -78,9 +81,15 @@ class LeanModel:
         self.layers = [_fuse(layer, config.rms_norm_eps) for layer in trunk.layers]
         self.norm = FrozenRMSNorm(trunk.norm.weight, config.rms_norm_eps)
         positions = torch.arange(config.max_position_embeddings, device=self.embedding.device)
-        cos, sin = (table[0, :, None].to(self.dtype) for table in trunk.rotary_emb(self.embedding, positions[None]))
+        like = torch.empty(0, dtype=self.dtype, device=self.embedding.device)
+        cos, sin = (table[0, :, None] for table in trunk.rotary_emb(like, positions[None]))
         left, right = sin.chunk(2, dim=-1)
         self.cos, self.sin = cos, torch.cat((-left, right), dim=-1)
+        self.compiled = self._compile(config) if are_supported(self.layers) else None
+
+    def _compile(self, config: PreTrainedConfig) -> DecodeLayers:
+        shape = (config.hidden_size, config.intermediate_size, self.num_heads, self.num_kv, self.head_dim)
+        return DecodeLayers(self.layers, Sizes(*shape, config.rms_norm_eps))
 
     def new_cache(self, batch_size: int, max_length: int) -> KVCache:
         """An empty cache of `max_length` slots a row."""
@@ -99,8 +108,11 @@ class LeanModel:
         attention: what to attend with over the cache (see attention.py); None = as usual."""
         where = slice(append.start, append.end) if append.positions is None else append.positions
         rotary = Rotary(self.cos[where], self.sin[where])
-        mask = self._mask(append)
         hidden = F.embedding(input_ids, self.embedding).to(self.dtype)
+        is_step = cache is not None and cache.is_single and append.n <= FEW_ROWS
+        if self.compiled is not None and is_step and attention is None:
+            return self.compiled.forward(hidden, rotary.cos, rotary.sin, cache, append, taps)
+        mask = self._mask(append)
         tapped = []
         for index, layer in enumerate(self.layers):
             if index in taps:

@@ -1,4 +1,4 @@
-#include "thin_products.h"
+#include "thin.h"
 
 extern "C" void thin_product(const float* x, const uint16_t* w, const uint16_t* bias, float* y, long n, long width, long outputs) {
 #pragma omp parallel

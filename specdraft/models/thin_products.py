@@ -3,7 +3,7 @@
 There torch reads all weights again for every row of such a product (8 rows take 7 times as long as one), or wants them in
 fp32: twice the memory traffic, which is all that a decoding step waits for. thin_products.cpp reads them once; what is not
 a weight is in fp32. It is compiled on first use by the C++ compiler, into ~/.cache/specdraft; where there is none, models run in fp32.
-draft_layer.cpp is compiled with it. It knows nothing of models.
+The layers that are made of such products are compiled with it (draft_layer.py, decode_layers.py). It knows nothing of models.
 """
 
 from __future__ import annotations
@@ -22,8 +22,34 @@ from torch import Tensor
 from specdraft.config import UserError
 from specdraft.provenance import atomic_path, cache_folder, has_bf16_products, hash_json
 
-SOURCES = [Path(__file__).with_name(name) for name in ("thin_products.h", "thin_products.cpp", "draft_layer.cpp")]
+NAMES = ("thin.h", "thin_products.cpp", "draft_layer.cpp", "decode_layers.cpp")
+SOURCES = [Path(__file__).with_name(name) for name in NAMES]
 FLAGS = ("-O3", "-mavx2", "-mfma", "-fopenmp", "-shared", "-fPIC", "-std=c++17")
+
+
+class Sizes(ctypes.Structure):
+    """Of a layer: H, I, h, k, d; and the epsilon of its norms. See thin.h, as for `Block`."""
+
+    _fields_ = [
+        *((name, ctypes.c_long) for name in ("width", "mlp_width", "heads", "kv_heads", "head_dim")),
+        ("eps", ctypes.c_float),
+    ]
+
+
+class Block(ctypes.Structure):
+    """Where the weights of a layer behind its queries, keys and values are."""
+
+    _fields_ = [
+        (name, ctypes.c_void_p)
+        for name in ("out", "out_bias", "gate_up", "gate_up_bias", "down", "down_bias", "mlp_norm")
+    ]
+
+
+def require_rows(q: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Their heads are d numbers, one behind the other. q [1,n,h,d]; keys, values [1,k,T,d]."""
+    assert q.stride()[2:] == keys.stride()[2:] == (q.shape[3], 1), (q.stride(), keys.stride())
+    assert keys.stride() == values.stride(), (keys.stride(), values.stride())
+    assert q.dtype == keys.dtype == values.dtype == torch.float32, (q.dtype, keys.dtype, values.dtype)
 
 
 @functools.cache
@@ -62,12 +88,14 @@ def library() -> ctypes.CDLL | None:
         except (subprocess.CalledProcessError, UserError):
             return None
     loaded = ctypes.CDLL(str(binary))
-    pointer, number = ctypes.c_void_p, ctypes.c_long
-    loaded.thin_product.argtypes = [pointer] * 4 + [number] * 3
-    loaded.draft_project.argtypes = [pointer] * 4 + [number] + [pointer] * 2
-    loaded.draft_finish.argtypes = (
-        [pointer] * 2 + [number] + [pointer] * 3 + [number] * 2 + [pointer, number] + [pointer] * 2
-    )
-    for function in (loaded.thin_product, loaded.draft_project, loaded.draft_finish):
-        function.restype = None
+    p, n = ctypes.c_void_p, ctypes.c_long
+    signatures = {
+        "thin_product": [p, p, p, p, n, n, n],
+        "draft_project": [p, p, p, p, n, p, p],
+        "draft_finish": [p, p, n, p, p, p, n, n, p, n, p, p],
+        "decode_layers": [p, p, n, p, p, p, p, p, p, n, n, p, n],
+    }
+    for name, arguments in signatures.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, None
     return loaded

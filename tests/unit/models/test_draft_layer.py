@@ -55,13 +55,15 @@ def test_equal_to_the_equations(shape, flags, rows, masked):
 
     slots = 30  # of 40: a cache has room behind
     keys, values = torch.randn(2, 1, kv_heads, 40, shape[4])
-    mask = torch.rand(1, 1, rows, slots) < 0.4 if masked else None
-    if masked:
-        mask[..., 3] = True
+    mask = torch.rand(1, 1, rows, slots) < 0.4
+    mask[..., 3] = True
+    if not masked:
+        mask = torch.arange(slots) <= slots - rows + torch.arange(rows)[:, None]
     attended = F.scaled_dot_product_attention(
         q, keys[:, :, :slots], values[:, :, :slots], attn_mask=mask, enable_gqa=True
     )
-    found = layer.finish(qkv[:, :, :heads].transpose(1, 2), keys[:, :, :slots], values[:, :, :slots], mask, residual)
+    stored = keys[:, :, :slots], values[:, :, :slots], mask if masked else None
+    found = layer.finish(qkv[:, :, :heads].transpose(1, 2), *stored, residual)
     for mine, theirs in zip(found, exact.finish(attended, residual), strict=True):
         close(mine, theirs)
 

@@ -1,12 +1,15 @@
 """The decoding forward pass: lean and generic path against a whole forward pass of the Hugging Face model, over chains,
 crops, ragged batches, padded rows and trees, of which one path stays. Also the pieces: cache, packed products, norm."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
 
 from specdraft.models import cache as cache_module
+from specdraft.models import thin_products
 from specdraft.models.cache import KVCache
 from specdraft.models.layers import FrozenLinear, FrozenRMSNorm, compute_dtype
 from specdraft.models.lean import attend, attend_causally, is_supported
@@ -15,31 +18,41 @@ from specdraft.models.tree import place_trees
 from specdraft.testing import FAMILIES, TINY_VOCAB, tiny_model
 
 LEAN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-PATHS = [(family, lean) for family in FAMILIES for lean in (True, False) if family in LEAN_FAMILIES or not lean]
+PATHS = [(family, "lean") for family in LEAN_FAMILIES] + [(family, "generic") for family in FAMILIES]
+PATHS += [
+    (family, "compiled") for family in LEAN_FAMILIES
+]  # steps of one row, where weights are in bf16 and states in fp32
 LENGTH = 32
 
 
 class Case:
     """A target with the logits and hidden states of a whole forward pass to compare with."""
 
-    def __init__(self, model, lean: bool):
+    def __init__(self, model, path):
         self.model = model
         self.ids = torch.randint(3, TINY_VOCAB, (3, LENGTH), generator=torch.Generator().manual_seed(2))
         self.expected = self.whole(self.ids)
-        self.target = TargetModel.from_model(model, lean=lean)
+        if path == "compiled":
+            rounded = copy.deepcopy(model).bfloat16()
+            self.model = copy.deepcopy(rounded).float()
+            self.expected = self.whole(self.ids)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(thin_products, "available", lambda: True)
+                self.target = TargetModel.from_model(rounded)
+            assert self.target._layers.compiled is not None
+        else:
+            self.target = TargetModel.from_model(model, lean=path == "lean")
 
     @torch.no_grad()
     def whole(self, ids):
         return self.model(ids).logits
 
 
-@pytest.fixture(
-    scope="module", params=PATHS, ids=[f"{family}-{'lean' if lean else 'generic'}" for family, lean in PATHS]
-)
+@pytest.fixture(scope="module", params=PATHS, ids=[f"{family}-{path}" for family, path in PATHS])
 def case(request):
-    family, lean = request.param
-    made = Case(tiny_model(family), lean)
-    assert made.target.is_lean == lean
+    family, path = request.param
+    made = Case(tiny_model(family), path)
+    assert made.target.is_lean == (path != "generic")
     return made
 
 
@@ -47,14 +60,15 @@ def close(found, expected):
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("sizes", [(LENGTH,), (1,) * 10 + (22,), (20, 1, 2, 3, 4, 2)], ids=str)
-def test_pieces_of_any_size(case, sizes):
-    cache = case.target.new_cache(3, LENGTH)
-    steps = [case.target.forward(part, cache) for part in case.ids.split(sizes, dim=1)]
-    close(torch.cat([step.logits for step in steps], dim=1), case.expected)
-    assert cache.lengths == [LENGTH] * 3
+def test_pieces_of_any_size(case, sizes, rows):
+    ids, cache = case.ids[:rows], case.target.new_cache(rows, LENGTH)
+    steps = [case.target.forward(part, cache) for part in ids.split(sizes, dim=1)]
+    close(torch.cat([step.logits for step in steps], dim=1), case.expected[:rows])
+    assert cache.lengths == [LENGTH] * rows
     taps = torch.cat([step.taps for step in steps], dim=1)
-    close(taps, case.target.features(case.ids, torch.tensor([LENGTH] * 3)).taps)
+    close(taps, case.target.features(ids, torch.tensor([LENGTH] * rows)).taps)
 
 
 def test_only_what_is_asked_for(case):
@@ -65,15 +79,16 @@ def test_only_what_is_asked_for(case):
     assert case.target.forward(case.ids[:, 5:6], cache, logits_for="none").logits is None
 
 
-def test_rejected_tokens_leave_nothing(case):
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rejected_tokens_leave_nothing(case, rows):
     """papers.md 9.8. Longer than the sliding window (8) of the Gemma and Cohere2 models."""
-    cache = case.target.new_cache(3, LENGTH)
-    case.target.forward(case.ids[:, :12], cache)
+    ids, cache = case.ids[:rows], case.target.new_cache(rows, LENGTH)
+    case.target.forward(ids[:, :12], cache)
     for start in (12, 14, 20):
-        case.target.forward(case.ids.flip(1)[:, :7], cache)  # a draft, all of it wrong
+        case.target.forward(ids.flip(1)[:, :7], cache)  # a draft, all of it wrong
         cache.crop(start)
         end = {12: 14, 14: 20, 20: LENGTH}[start]
-        close(case.target.forward(case.ids[:, start:end], cache).logits, case.expected[:, start:end])
+        close(case.target.forward(ids[:, start:end], cache).logits, case.expected[:rows, start:end])
 
 
 @pytest.mark.parametrize("block", [4, 64])
@@ -202,7 +217,7 @@ def test_a_tree_may_have_more_nodes_than_there_are_positions():
 def test_scaled_rotary_positions(rope):
     config = tiny_model().config
     config.rope_parameters = {"rope_theta": 10000.0, **rope}
-    case = Case(AutoModelForCausalLM.from_config(config).eval(), lean=True)
+    case = Case(AutoModelForCausalLM.from_config(config).eval(), "lean")
     assert case.target.is_lean
     cache = case.target.new_cache(3, LENGTH)
     close(
@@ -210,7 +225,9 @@ def test_scaled_rotary_positions(rope):
     )
 
 
-def test_biases_everywhere():
+@pytest.mark.parametrize("path", ["lean", "compiled"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_biases_everywhere(path, rows):
     config = tiny_model().config
     config.attention_bias = config.mlp_bias = True
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -218,9 +235,9 @@ def test_biases_everywhere():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
-    case = Case(model, lean=True)
+    case = Case(model, path)
     assert case.target.is_lean
-    close(case.target.forward(case.ids, case.target.new_cache(3, LENGTH)).logits, case.expected)
+    close(case.target.forward(case.ids[:rows], case.target.new_cache(rows, LENGTH)).logits, case.expected[:rows])
 
 
 SHAPE = {
@@ -247,7 +264,7 @@ SHAPE = {
 def test_what_lean_does_not_know_takes_the_generic_path(config):
     model = AutoModelForCausalLM.from_config(config).eval()
     assert not is_supported(model)
-    case = Case(model, lean=True)
+    case = Case(model, "lean")
     assert not case.target.is_lean
     cache = case.target.new_cache(3, LENGTH)
     close(
@@ -258,7 +275,7 @@ def test_what_lean_does_not_know_takes_the_generic_path(config):
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_the_same_on_a_gpu(family):
-    here = Case(tiny_model(family), lean=True)
+    here = Case(tiny_model(family), "lean")
     there = TargetModel.from_model(tiny_model(family).to("cuda"))
     ids, lengths = here.ids.to("cuda"), [20, 11, 15]
     cache = there.new_cache(3, LENGTH)

@@ -1,12 +1,13 @@
-// y [n,O] = x [n,I] @ w [O,I]^T (+ bias [O]) for weights in bf16 and all else in fp32, for the few rows n of a decoding step, with
-// AVX2. Such a product is bound by memory: every weight is read once for up to 8 rows.
+// What a decoding step is made of, for its few rows n, with AVX2: weights in bf16, all else in fp32.
 //
+// A product y [n,O] = x [n,I] @ w [O,I]^T (+ bias [O]) is bound by memory: every weight is read once for up to 8 rows.
 // bf16 is the upper half of fp32. Of 16 weights in one register a shift gives the even columns and a mask the odd ones, so the
 // even columns of each 16 of x are moved before the odd ones.
 #pragma once
 #include <immintrin.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -122,7 +123,10 @@ inline void spread(const float* x, float* spread, long count, long width, long c
         for (long k = 0; k < width; k++) spread[i * columns + k / GROUP * GROUP + k % 2 * 8 + k % GROUP / 2] = x[i * width + k];
 }
 
-// Called by every thread of a parallel region, which have all of y when it returns. x: n rows of `width`; bias may be null.
+// What follows is called by all threads of a parallel region together. They share what products, attention and the MLP make, and have
+// all of it on return; what is small (norms, sums) each computes for itself, which is cheaper than to wait for another.
+
+// x: n rows of `width`; bias may be null.
 inline void product(const float* x, const uint16_t* w, const uint16_t* bias, float* y, long n, long width, long outputs) {
     const long columns = (width + GROUP - 1) / GROUP * GROUP;
     const long rest = width - (columns - GROUP);
@@ -141,6 +145,98 @@ inline void product(const float* x, const uint16_t* w, const uint16_t* bias, flo
                 dot(w + o * width, rows.data() + i * columns, bias ? widen(bias[o]) : 0.0f, y + i * outputs + o, outputs, columns, rest,
                     o + 1 == outputs);
         }
+}
+
+inline void rms_norm(const float* x, const float* weight, float eps, float* y, long width) {
+    float squares = 0;
+#pragma omp simd reduction(+ : squares)
+    for (long i = 0; i < width; i++) squares += x[i] * x[i];
+    const float scale = 1 / std::sqrt(squares / width + eps);
+    for (long i = 0; i < width; i++) y[i] = x[i] * scale * weight[i];
+}
+
+// cos, sin [d] of one position, the first half of sin negated.
+inline void rotate(float* x, const float* cos, const float* sin, long dim) {
+    for (long i = 0, half = dim / 2; i < half; i++) {
+        const float left = x[i], right = x[i + half];
+        x[i] = left * cos[i] + right * sin[i];
+        x[i + half] = right * cos[i + half] + left * sin[i + half];
+    }
+}
+
+// One query over T slots; sees: which of them, null = all. scores: room for T.
+inline void attend(const float* q, const float* keys, const float* values, const bool* sees, long slots, long dim, float* scores,
+                   float* y) {
+    const float scale = 1 / std::sqrt(float(dim));
+    float most = -INFINITY, total = 0;
+    for (long t = 0; t < slots; t++) {
+        float score = 0;
+#pragma omp simd reduction(+ : score)
+        for (long i = 0; i < dim; i++) score += q[i] * keys[t * dim + i];
+        scores[t] = sees && !sees[t] ? -INFINITY : score * scale;
+        most = std::max(most, scores[t]);
+    }
+    std::fill(y, y + dim, 0.0f);
+    for (long t = 0; t < slots; t++) {
+        const float weight = std::exp(scores[t] - most);
+        total += weight;
+        for (long i = 0; i < dim; i++) y[i] += weight * values[t * dim + i];
+    }
+    for (long i = 0; i < dim; i++) y[i] /= total;
+}
+
+struct Sizes {
+    long width, mlp_width, heads, kv_heads, head_dim;  // H, I, h, k, d
+    float eps;
+};
+
+// Everything of a layer behind its queries, keys and values. Biases may be null.
+struct Block {
+    const uint16_t *out, *out_bias, *gate_up, *gate_up_bias, *down, *down_bias;  // [H,hd] [2I,H] [H,I]
+    const float* mlp_norm;                                                       // [H]
+};
+
+// What the rows attend to: keys, values [k,T,d], their heads `stride` apart; sees [n,T], null = causally, the last row to all.
+struct Slots {
+    const float *keys, *values;
+    long stride, count;
+    const bool* sees;
+};
+
+// Shared by all threads: room for what they make together.
+struct Room {
+    Room(const Sizes& size, long n)
+        : attended(n * size.heads * size.head_dim), gate_up(n * 2 * size.mlp_width), sum(n * size.width) {}
+    std::vector<float> attended, gate_up, sum;
+};
+
+// state [n,H], this thread's own: the residual stream, from before the attention to behind the MLP. q: rows `q_stride` apart.
+inline void block(const Sizes& size, const Block& weights, const Slots& slots, const float* q, long q_stride, long n, float* state,
+                  Room& room) {
+    const long width = size.width, mlp_width = size.mlp_width, heads = size.heads, dim = size.head_dim;
+    static thread_local std::vector<float> scores, x;
+    scores.resize(slots.count);
+    x.resize(n * std::max(width, mlp_width));
+    float *const sum = room.sum.data(), *const gate_up = room.gate_up.data(), *const attended = room.attended.data();
+#pragma omp for schedule(static)
+    for (long i = 0; i < n * heads; i++) {
+        const long row = i / heads, head = i % heads, kv = head / (heads / size.kv_heads) * slots.stride;
+        const bool* sees = slots.sees ? slots.sees + row * slots.count : nullptr;
+        const long seen = sees ? slots.count : slots.count - (n - 1 - row);
+        attend(q + row * q_stride + head * dim, slots.keys + kv, slots.values + kv, sees, seen, dim, scores.data(), attended + i * dim);
+    }
+    product(attended, weights.out, weights.out_bias, sum, n, heads * dim, width);
+    for (long i = 0; i < n * width; i++) state[i] += sum[i];
+    for (long i = 0; i < n; i++) rms_norm(state + i * width, weights.mlp_norm, size.eps, &x[i * width], width);
+    product(x.data(), weights.gate_up, weights.gate_up_bias, gate_up, n, width, 2 * mlp_width);
+#pragma omp for schedule(static)
+    for (long i = 0; i < n * mlp_width; i++) {
+        float* gate = gate_up + i / mlp_width * 2 * mlp_width + i % mlp_width;
+        *gate *= gate[mlp_width] / (1 + std::exp(-*gate));
+    }
+    for (long i = 0; i < n; i++) std::copy_n(gate_up + 2 * i * mlp_width, mlp_width, &x[i * mlp_width]);
+    product(x.data(), weights.down, weights.down_bias, sum, n, mlp_width, width);
+    for (long i = 0; i < n * width; i++) state[i] += sum[i];
 }
 
 }  // namespace thin
