@@ -75,7 +75,7 @@ def half_an_hour() -> TrainConfig:
     """What fits into half an hour on two CPU cores, answers and measuring included (docs/log.md)."""
     objective = ObjectiveConfig(steps=3, sampled_vocab=8192)
     return TrainConfig(
-        epochs=12, max_minutes=11.5, tokens_per_batch=512, eval_every=0, save_every=600, objective=objective
+        epochs=12, max_minutes=9.5, tokens_per_batch=512, eval_every=0, save_every=600, objective=objective
     )
 
 
@@ -97,7 +97,7 @@ class JobConfig:
     states: Path | None = None
     cache_gb: float = 4.0
     threads: int | None = None
-    answers: AnswerConfig = field(default_factory=lambda: AnswerConfig(max_new_tokens=160, max_minutes=10))
+    answers: AnswerConfig = field(default_factory=lambda: AnswerConfig(max_new_tokens=160, max_minutes=13))
     train: TrainConfig = field(default_factory=half_an_hour)
 
     def __post_init__(self) -> None:

@@ -244,8 +244,7 @@ def place_trees(starts: list[int], parents: list[list[int]], device: torch.devic
 
 def _log_law_top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest log-probabilities of every row [w, S], largest first, and their columns, [w, count] each."""
-    largest, columns = _wide(logits).topk(count)
-    return (largest - _wide(logits).logsumexp(-1, keepdim=True)).clamp_max(0), columns  # above 0 by rounding only
+    return _wide(logits).log_softmax(-1).topk(count)
 
 
 def _wide(logits: Tensor) -> Tensor:
