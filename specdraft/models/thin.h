@@ -18,6 +18,7 @@ constexpr long GROUP = 16;         // columns that one load of weights holds
 constexpr long BLOCK = 24;         // rows of w that stay in the first cache while all rows of x pass
 constexpr long EIGHT = 8;          // outputs
 constexpr long NARROW = 96;        // columns
+constexpr long PART = 256;         // columns of an MLP that a thread takes at once
 constexpr long AHEAD = 2048;       // bytes: where a load of weights also asks for those to come
 
 inline float widen(uint16_t value) {
@@ -164,6 +165,20 @@ inline void rotate(float* x, const float* cos, const float* sin, long dim) {
     }
 }
 
+// exp of 8 numbers, to 2e-7 of each, 0 below -87: 2^k by the exponent's bits, times a polynomial in what is left of x.
+inline __m256 exp(__m256 x) {
+    const __m256 keep = _mm256_cmp_ps(x, _mm256_set1_ps(-87), _CMP_NLT_UQ);
+    x = _mm256_min_ps(_mm256_set1_ps(88), _mm256_max_ps(_mm256_set1_ps(-87), x));  // the second one where it is NaN
+    const __m256 k = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    x = _mm256_fnmadd_ps(k, _mm256_set1_ps(0.693359375f), x);
+    x = _mm256_fnmadd_ps(k, _mm256_set1_ps(-2.12194440e-4f), x);
+    __m256 y = _mm256_set1_ps(1.9875691500e-4f);
+    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.0f, 1.0f})
+        y = _mm256_fmadd_ps(y, x, _mm256_set1_ps(c));
+    const __m256i scaled = _mm256_add_epi32(_mm256_castps_si256(y), _mm256_slli_epi32(_mm256_cvtps_epi32(k), 23));
+    return _mm256_and_ps(_mm256_castsi256_ps(scaled), keep);
+}
+
 // One query over T slots; sees: which of them, null = all. scores: room for T.
 inline void attend(const float* q, const float* keys, const float* values, const bool* sees, long slots, long dim, float* scores,
                    float* y) {
@@ -176,13 +191,27 @@ inline void attend(const float* q, const float* keys, const float* values, const
         scores[t] = sees && !sees[t] ? -INFINITY : score * scale;
         most = std::max(most, scores[t]);
     }
+    long first = 0;
+    for (; first + 8 <= slots; first += 8)
+        _mm256_storeu_ps(scores + first, exp(_mm256_sub_ps(_mm256_loadu_ps(scores + first), _mm256_set1_ps(most))));
+    for (long t = first; t < slots; t++) scores[t] = std::exp(scores[t] - most);
     std::fill(y, y + dim, 0.0f);
     for (long t = 0; t < slots; t++) {
-        const float weight = std::exp(scores[t] - most);
-        total += weight;
-        for (long i = 0; i < dim; i++) y[i] += weight * values[t * dim + i];
+        total += scores[t];
+        for (long i = 0; i < dim; i++) y[i] += scores[t] * values[t * dim + i];
     }
     for (long i = 0; i < dim; i++) y[i] /= total;
+}
+
+// gate <- silu(gate) * up
+inline void silu_times(float* gate, const float* up, long count) {
+    long i = 0;
+    for (; i + 8 <= count; i += 8) {
+        const __m256 x = _mm256_loadu_ps(gate + i), ones = _mm256_set1_ps(1);
+        const __m256 sigmoid = _mm256_div_ps(ones, _mm256_add_ps(ones, exp(_mm256_sub_ps(_mm256_setzero_ps(), x))));
+        _mm256_storeu_ps(gate + i, _mm256_mul_ps(_mm256_mul_ps(x, sigmoid), _mm256_loadu_ps(up + i)));
+    }
+    for (; i < count; i++) gate[i] *= up[i] / (1 + std::exp(-gate[i]));
 }
 
 struct Sizes {
@@ -229,10 +258,12 @@ inline void block(const Sizes& size, const Block& weights, const Slots& slots, c
     for (long i = 0; i < n * width; i++) state[i] += sum[i];
     for (long i = 0; i < n; i++) rms_norm(state + i * width, weights.mlp_norm, size.eps, &x[i * width], width);
     product(x.data(), weights.gate_up, weights.gate_up_bias, gate_up, n, width, 2 * mlp_width);
+    const long parts = (mlp_width + PART - 1) / PART;
 #pragma omp for schedule(static)
-    for (long i = 0; i < n * mlp_width; i++) {
-        float* gate = gate_up + i / mlp_width * 2 * mlp_width + i % mlp_width;
-        *gate *= gate[mlp_width] / (1 + std::exp(-*gate));
+    for (long i = 0; i < n * parts; i++) {
+        const long from = i % parts * PART;
+        float* gate = gate_up + i / parts * 2 * mlp_width + from;
+        silu_times(gate, gate + mlp_width, std::min(PART, mlp_width - from));
     }
     for (long i = 0; i < n; i++) std::copy_n(gate_up + 2 * i * mlp_width, mlp_width, &x[i * mlp_width]);
     product(x.data(), weights.down, weights.down_bias, sum, n, mlp_width, width);
