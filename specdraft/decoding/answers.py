@@ -15,9 +15,7 @@ import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from pathlib import Path
-from typing import TextIO
 
 import torch
 from torch import Tensor
@@ -32,7 +30,7 @@ from specdraft.models.target import TargetModel
 from specdraft.provenance import atomic_path, hash_json, sole_writer, write_json
 
 Keep = Callable[[Example, States], None]
-GROUP = 4  # batches of similar length are cut from so many batches' worth of prompts, where time is limited
+WINDOW = 2  # so many batches' worth of prompts are put in order of length, where time is limited
 PADDING = 0.1  # share of the tokens that are prefilled together
 FEW_TOKENS = 128  # on a CPU; padding that makes so few is let be
 COMPACT = 0.85  # places are filled again, or given up, when this share of them is left
@@ -104,90 +102,90 @@ def _answer_missing(
     target: TargetModel, prompts: Sequence[Prompt], path: Path, config: AnswerConfig, keep: Keep | None
 ) -> list[AnswerRow]:
     rows = _resume(target, prompts, path, config)
-    waiting = [_start(target, prompt, config) for prompt in prompts if prompt.id not in rows]
-    budget = _Budget(path, config.max_minutes)
+    waiting = _arranged([_start(target, prompt, config) for prompt in prompts if prompt.id not in rows], config)
+    begun: list[Conversation] = []  # those whose next turn waits, shortest first
+    batch = _Batch(target, config, min(config.batch_size, len(waiting)), keep is not None)
+    budget, tokens = _Budget(path, config.max_minutes), 0
     with (
+        budget,
         open(path, "a", encoding="utf-8") as file,
         tqdm(total=len(prompts), initial=len(prompts) - len(waiting), desc="answers", unit="prompt") as bar,
     ):
-        while count := budget.affordable(waiting, config):
-            group, waiting = waiting[:count], waiting[count:]
-            cost, started = sum(_cost(conversation, config) for conversation in group), time.perf_counter()
-            tokens = _answer_group(target, group, config, keep, rows, file, bar)
-            seconds = time.perf_counter() - started
-            budget.spend(seconds, cost)
-            bar.set_postfix_str(f"{tokens / seconds:.0f} tok/s")
+        while True:
+            if waiting and not budget.allows(len(waiting[0].prompt.turns) * config.max_new_tokens):
+                waiting.clear()
+            places = len(batch.free())
+            if (begun or waiting) and places >= max(1, (1 - COMPACT) * len(batch.places)):
+                ended = batch.admit(_take(begun, places) or _take(waiting, places))
+            elif batch.live():
+                with budget.stepping():
+                    ended = batch.step()
+            else:
+                break
+            for conversation, states in ended:
+                if conversation.finished[-1] and _next_turn(target, conversation, config):
+                    insort(begun, conversation, key=Conversation.length)
+                    continue
+                row = conversation.row()
+                rows[row.id] = row
+                file.write(row.to_json() + "\n")
+                file.flush()
+                tokens += sum(end - start for start, end in row.spans)
+                if keep is not None:
+                    keep(row.example(), states)
+                bar.set_postfix_str(f"{tokens / budget.seconds():.0f} tok/s", refresh=False)
+                bar.update()
+            if not (begun or waiting):
+                batch.compact()
     return [rows[prompt.id] for prompt in prompts if prompt.id in rows]
 
 
-def _answer_group(
-    target: TargetModel,
-    waiting: list[Conversation],
-    config: AnswerConfig,
-    keep: Keep | None,
-    rows: dict[str, AnswerRow],
-    file: TextIO,
-    bar: tqdm,
-) -> int:
-    """Answer all of `waiting`, shortest first. Adds to `rows` and `file`; returns tokens."""
-    tokens = 0
-    waiting = sorted(waiting, key=Conversation.length)
-    batch = _Batch(target, config, min(config.batch_size, len(waiting)), keep is not None)
-    while waiting or batch.live():
-        if waiting and len(batch.free()) >= max(1, (1 - COMPACT) * len(batch.places)):
-            count = len(batch.free())
-            ended = batch.admit(waiting[:count])
-            waiting = waiting[count:]
-        else:
-            ended = batch.step()
-        for conversation, states in ended:
-            if conversation.finished[-1] and _next_turn(target, conversation, config):
-                insort(waiting, conversation, key=Conversation.length)
-                continue
-            row = conversation.row()
-            rows[row.id] = row
-            file.write(row.to_json() + "\n")
-            file.flush()
-            tokens += sum(end - start for start, end in row.spans)
-            if keep is not None:
-                keep(row.example(), states)
-            bar.update()
-        if not waiting:
-            batch.compact()
-    return tokens
+def _arranged(waiting: list[Conversation], config: AnswerConfig) -> list[Conversation]:
+    """Shortest first, so that rows that are decoded together read few empty slots; where time is limited only among those that would
+    come next anyway, so that it runs out on prompts of all lengths."""
+    window = len(waiting) if config.max_minutes is None else WINDOW * config.batch_size
+    parts = (waiting[start : start + window] for start in range(0, len(waiting), max(window, 1)))
+    return [conversation for part in parts for conversation in sorted(part, key=Conversation.length)]
+
+
+def _take(waiting: list[Conversation], count: int) -> list[Conversation]:
+    taken = waiting[:count]
+    del waiting[:count]
+    return taken
 
 
 class _Budget:
-    """Minutes of answering, over all runs that wrote into `path`, and the tokens that they bought."""
+    """Minutes of answering, over all runs that wrote into `path`: a new prompt is begun while its answer can still be finished.
+
+    step: seconds of a step of the batch, a running mean; 0 = none was made yet."""
 
     def __init__(self, path: Path, minutes: float | None):
         self.path, self.minutes = path.with_suffix(".budget.json"), minutes
-        self.spent, self.bought = 0.0, 0
-        with contextlib.suppress(FileNotFoundError, ValueError, TypeError):  # none yet, or not what `spend` wrote
-            self.spent, self.bought = map(float, json.loads(self.path.read_text()))
+        self.spent, self.step = 0.0, 0.0
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError):  # none yet, or not what was written here
+            self.spent, self.step = map(float, json.loads(self.path.read_text()))
+        self.started = time.perf_counter()
 
-    def left(self) -> float:
-        """Tokens that still fit, by the rate so far."""
-        known = self.minutes is not None and self.bought
-        return (self.minutes - self.spent) * self.bought / self.spent if known else math.inf
+    def __enter__(self) -> None:
+        self.started = time.perf_counter()
 
-    def affordable(self, waiting: Sequence[Conversation], config: AnswerConfig) -> int:
-        """How many of the next ones to answer together: all, or where time is limited as many as fit, by the rate so far."""
-        if self.minutes is None:
-            return len(waiting)
-        if not self.bought:
-            return min(len(waiting), config.batch_size)
-        costs = accumulate(_cost(conversation, config) for conversation in waiting[: GROUP * config.batch_size])
-        return sum(cost <= self.left() for cost in costs)
+    def __exit__(self, *error: object) -> None:
+        write_json(self.path, [self.spent + self.seconds() / 60, self.step])
 
-    def spend(self, seconds: float, cost: int) -> None:
-        self.spent, self.bought = self.spent + seconds / 60, self.bought + cost
-        write_json(self.path, [self.spent, self.bought])
+    def seconds(self) -> float:
+        """Of this run."""
+        return time.perf_counter() - self.started
 
+    def allows(self, tokens: int) -> bool:
+        """Whether so many more steps fit."""
+        return self.minutes is None or 60 * self.spent + self.seconds() + tokens * self.step <= 60 * self.minutes
 
-def _cost(conversation: Conversation, config: AnswerConfig) -> int:
-    """Tokens that the target must run at most for the first turn."""
-    return len(conversation.input_ids) + config.max_new_tokens
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - start
+        self.step += (seconds - self.step) * (0.05 if self.step else 1)
 
 
 Ended = list[tuple[Conversation, "States | None"]]
@@ -365,7 +363,7 @@ def estimate_answers(target: TargetModel, prompts: Sequence[Prompt], config: Ans
     """One line: tokens, memory, disk, and the time that follows from a few timed steps at full batch size; or that the time for
     answers into `path` is spent already."""
     budget = _Budget(path, config.max_minutes)
-    if budget.left() < config.max_new_tokens:
+    if not budget.allows(config.max_new_tokens):
         return (
             f"answers: {budget.spent:.1f} of {config.max_minutes:g} minutes are spent, and no more fits: {len(prompts)} prompts are left "
             "out; raise max_minutes to answer them"

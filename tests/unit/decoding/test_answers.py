@@ -176,14 +176,14 @@ def test_the_estimate_names_tokens_time_memory_and_disk(target, tmp_path):
 
 
 def test_no_estimate_of_what_the_time_does_not_allow(target, tmp_path):
-    """Of two minutes 1.5 are spent, and 30 tokens a minute leave 15, which is no answer; or they are many."""
+    """Of two minutes 1.5 are spent, and 16 steps of 2 seconds do not fit into the rest; of 1.8 they do."""
     config, path = replace(CONFIG, max_new_tokens=16, max_minutes=2), tmp_path / "a.budget.json"
-    path.write_text("[1.5, 45]")
+    path.write_text("[1.5, 2.0]")
     line = estimate_answers(target, PROMPTS, config, tmp_path / "a.jsonl")
     assert line.startswith(
         f"answers: 1.5 of 2 minutes are spent, and no more fits: {len(PROMPTS)} prompts are left out"
     )
-    path.write_text("[1.5, 450]")
+    path.write_text("[1.5, 1.8]")
     assert "answers: at most" in estimate_answers(target, PROMPTS, config, tmp_path / "a.jsonl")
 
 
@@ -223,20 +223,48 @@ def test_kept_states_survive_on_disk(target, tmp_path):
         Online(target, cache_bytes=1).load(tmp_path / "states.safetensors")
 
 
-def test_a_budget_of_minutes(target, tmp_path, monkeypatch):
-    """Prompts that do not fit are left out, in order; a second run with the same budget answers no more, a larger one goes on."""
-    seconds = iter(range(0, 10**6, 30))  # each reading of the clock is half a minute after the last
-    monkeypatch.setattr("specdraft.decoding.answers.time.perf_counter", lambda: next(seconds))
-    monkeypatch.setattr("specdraft.decoding.answers.GROUP", 1)
-    prompts, path = [Prompt(str(i), "chat", (f"Question {i}?",)) for i in range(9)], tmp_path / "a.jsonl"
+@pytest.fixture
+def minutes(monkeypatch):
+    """The clock stands still, but for a minute in every step of a batch."""
+    passed, step = [0], answers._Batch.step
+
+    def slow(batch):
+        passed[0] += 1
+        return step(batch)
+
+    monkeypatch.setattr(answers._Batch, "step", slow)
+    monkeypatch.setattr("specdraft.decoding.answers.time.perf_counter", lambda: 60 * passed[0])
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_a_budget_of_minutes(target, tmp_path, minutes, turns):
+    """Prompts that do not fit are left out, in order; a second run with the same budget answers no more, a larger one goes on. Answers
+    take three steps, and two are written together."""
+    prompts = [Prompt(str(i), "chat", (f"Question {i}?",) * turns) for i in range(9)]
+    path = tmp_path / "a.jsonl"
 
     def answered(minutes):
         config = AnswerConfig(max_new_tokens=4, batch_size=2, max_minutes=minutes)
-        return [row.id for row in answer_prompts(target, prompts, path, config)]
+        rows = answer_prompts(target, prompts, path, config)
+        assert not any(row.finished[0] for row in rows)
+        return [row.id for row in rows]
 
-    assert answered(1.2) == ["0", "1", "2", "3"]
-    assert answered(1.2) == ["0", "1", "2", "3"]
+    fit = {1: 6, 2: 2}[turns]  # two turns want eight minutes when they begin, though here the first is the last
+    assert answered(10) == [prompt.id for prompt in prompts[:fit]]
+    assert answered(10) == [prompt.id for prompt in prompts[:fit]]
     assert answered(None) == [prompt.id for prompt in prompts]
+
+
+def test_an_interrupted_run_has_spent_its_time(target, tmp_path, minutes, monkeypatch):
+    def stop(self, *_):
+        raise KeyboardInterrupt
+
+    path = tmp_path / "a.jsonl"
+    config = AnswerConfig(max_new_tokens=4, batch_size=2, max_minutes=100)
+    monkeypatch.setattr(answers._Batch, "_states", stop)
+    with pytest.raises(KeyboardInterrupt):
+        answer_prompts(target, PROMPTS, path, config)
+    assert answers._Budget(path, 100).spent == 3
 
 
 @pytest.mark.parametrize("lengths", [[5], [60, 61, 62, 300], list(range(20, 420, 4)), [100] * 40, [1, 1, 1, 900]])
@@ -248,12 +276,3 @@ def test_prefills_have_little_padding(lengths):
         padded = len(part) * max(part)
         assert padded <= answers.FEW_TOKENS or padded - sum(part) <= answers.PADDING * padded or len(part) == 1
     assert [lengths] == [lengths[part] for part in answers._parts(lengths, torch.device("meta"))]
-
-
-def test_the_last_group_is_what_still_fits(target, tmp_path, monkeypatch):
-    """The first two prompts took a minute, so 2.6 minutes pay for three more of the same length."""
-    seconds = iter([0, 60, 60, 150])
-    monkeypatch.setattr("specdraft.decoding.answers.time.perf_counter", lambda: next(seconds))
-    prompts = [Prompt(str(i), "chat", (f"Question {i}?",)) for i in range(9)]
-    config = AnswerConfig(max_new_tokens=4, batch_size=2, max_minutes=2.6)
-    assert len(answer_prompts(target, prompts, tmp_path / "a.jsonl", config)) == 5
