@@ -130,6 +130,7 @@ def _answer_missing(
                 rows[row.id] = row
                 file.write(row.to_json() + "\n")
                 file.flush()
+                budget.save()
                 tokens += sum(end - start for start, end in row.spans)
                 if keep is not None:
                     keep(row.example(), states)
@@ -170,6 +171,10 @@ class _Budget:
         self.started = time.perf_counter()
 
     def __exit__(self, *error: object) -> None:
+        self.save()
+
+    def save(self) -> None:
+        """After every answer, so that a run that is killed has spent its time too."""
         write_json(self.path, [self.spent + self.seconds() / 60, self.step])
 
     def seconds(self) -> float:

@@ -44,8 +44,9 @@ class DecodeLayers:
         """hidden [1, n, H], fp32, overwritten; cos, sin [.., n, .., D], the first half of sin negated. Returns the inputs of the layers
         in `taps` and the output of the last, [1, n, H] each. Keys and values go where `append` says."""
         n, sizes, count = hidden.shape[1], self._sizes, len(self._layers)
-        keys, values = cache.reserve(hidden.new_empty(1, n, sizes.kv_heads, sizes.head_dim), append)
-        require_rows(hidden.new_empty(0, 0, 0, sizes.head_dim), keys[0], values[0])
+        like = hidden.new_empty(1, n, sizes.kv_heads, sizes.head_dim)
+        keys, values = cache.reserve(like, append)
+        require_rows(like, keys[0], values[0])
         mask = None if append.given_mask is None else append.mask.expand(1, 1, n, append.width).contiguous()
         cos, sin = cos.contiguous(), sin.contiguous()
         tapped = {layer: torch.empty_like(hidden) for layer in taps}

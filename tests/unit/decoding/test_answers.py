@@ -255,6 +255,14 @@ def test_a_budget_of_minutes(target, tmp_path, minutes, turns):
     assert answered(None) == [prompt.id for prompt in prompts]
 
 
+def test_a_run_that_is_killed_has_spent_its_time(target, tmp_path, minutes):
+    """It is on disk with every answer, not only at the end: two answers take three minutes."""
+    path, spent = tmp_path / "a.jsonl", []
+    config = AnswerConfig(max_new_tokens=4, batch_size=2, max_minutes=100)
+    answer_prompts(target, PROMPTS[:4], path, config, lambda *_: spent.append(answers._Budget(path, 100).spent))
+    assert spent == [3, 3, 6, 6]
+
+
 def test_an_interrupted_run_has_spent_its_time(target, tmp_path, minutes, monkeypatch):
     def stop(self, *_):
         raise KeyboardInterrupt
