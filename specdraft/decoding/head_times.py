@@ -186,7 +186,7 @@ def cold_seconds(target: TargetModel, heads: dict[tuple[str, int], Callable], re
     cache = target.new_cache(1, CONTEXT + 1)
     ids = torch.arange(CONTEXT + 1, device=target.device)[None] % target.vocab_size
     target.forward(ids[:, :CONTEXT], cache, logits_for="none")
-    hidden = torch.randn(1, target.hidden_size).to(target.device, target.dtype)
+    hidden = torch.randn(1, target.hidden_size).to(target.device, target.step_dtype)
     wait = torch.accelerator.synchronize if target.device.type != "cpu" else lambda: None
     found: dict[tuple[str, int], list[float]] = {name: [] for name in heads}
     shuffle = random.Random(0)

@@ -41,6 +41,7 @@ class Sequences:
         counts = [len(row) for row in tokens]
         n = max(counts)
         ids = torch.tensor([row + [0] * (n - len(row)) for row in tokens], device=taps.device)
+        taps = taps.to(self.weights.dtype if self.layer is None else torch.float32)
         q, _, _, residual = self._project(self.weights.fuse(taps), ids, self.cache.place(n, taps.device))
         self.cache.grow(counts)
         if min(counts) == n:
@@ -236,7 +237,6 @@ class FrozenWeights(Arithmetic):
 
     def logits(self, hidden: Tensor, live: LiveRows | None) -> Tensor:
         """[..., H] -> [..., S], or [..., n] over the live rows."""
-        hidden = hidden.to(self.dtype)
         projected = hidden if self.down is None else self.down(hidden)
         return self.rows(projected) if live is None else live.logits(projected)
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from specdraft.models.attention import Attention, AttentionInputs
 from specdraft.models.cache import Append, KVCache
 from specdraft.models.decode_layers import DecodeLayers, are_supported
-from specdraft.models.layers import FEW_ROWS, FrozenLinear, FrozenRMSNorm, compute_dtype
+from specdraft.models.layers import FEW_ROWS, FrozenLinear, FrozenRMSNorm, compute_dtype, step_dtype
 from specdraft.models.thin_products import Sizes
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -77,15 +77,19 @@ class LeanModel:
         self.num_heads, self.num_kv = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = trunk.layers[0].self_attn.head_dim
         self.embedding = trunk.embed_tokens.weight.detach()
-        self.dtype = compute_dtype(self.embedding)
+        self.dtype, self.step_dtype = compute_dtype(self.embedding), step_dtype(self.embedding)
         self.layers = [_fuse(layer, config.rms_norm_eps) for layer in trunk.layers]
         self.norm = FrozenRMSNorm(trunk.norm.weight, config.rms_norm_eps)
-        positions = torch.arange(config.max_position_embeddings, device=self.embedding.device)
-        like = torch.empty(0, dtype=self.dtype, device=self.embedding.device)
+        self.rotary = {dtype: self._rotary(trunk, dtype) for dtype in {self.dtype, self.step_dtype}}
+        self.compiled = self._compile(config) if are_supported(self.layers) else None
+
+    def _rotary(self, trunk: nn.Module, dtype: torch.dtype) -> Rotary:
+        """Of all positions."""
+        positions = torch.arange(trunk.config.max_position_embeddings, device=self.embedding.device)
+        like = torch.empty(0, dtype=dtype, device=self.embedding.device)
         cos, sin = (table[0, :, None] for table in trunk.rotary_emb(like, positions[None]))
         left, right = sin.chunk(2, dim=-1)
-        self.cos, self.sin = cos, torch.cat((-left, right), dim=-1)
-        self.compiled = self._compile(config) if are_supported(self.layers) else None
+        return Rotary(cos, torch.cat((-left, right), dim=-1))
 
     def _compile(self, config: PreTrainedConfig) -> DecodeLayers:
         shape = (config.hidden_size, config.intermediate_size, self.num_heads, self.num_kv, self.head_dim)
@@ -106,13 +110,14 @@ class LeanModel:
         """[B,n] -> the inputs of the layers in `taps`, each [B,n,H], and the input of the final norm [B,n,H].
 
         attention: what to attend with over the cache (see attention.py); None = as usual."""
+        is_single = cache is not None and cache.is_single
+        dtype = self.step_dtype if is_single else self.dtype
         where = slice(append.start, append.end) if append.positions is None else append.positions
-        rotary = Rotary(self.cos[where], self.sin[where])
-        hidden = F.embedding(input_ids, self.embedding).to(self.dtype)
-        is_step = cache is not None and cache.is_single and append.n <= FEW_ROWS
-        if self.compiled is not None and is_step and attention is None:
+        rotary = Rotary(self.rotary[dtype].cos[where], self.rotary[dtype].sin[where])
+        hidden = F.embedding(input_ids, self.embedding).to(dtype)
+        if self.compiled is not None and is_single and append.n <= FEW_ROWS and attention is None:
             return self.compiled.forward(hidden, rotary.cos, rotary.sin, cache, append, taps)
-        mask = self._mask(append)
+        mask = self._mask(append, dtype)
         tapped = []
         for index, layer in enumerate(self.layers):
             if index in taps:
@@ -144,11 +149,11 @@ class LeanModel:
         qk = rotary(qk)
         return qk[:, :, :heads], qk[:, :, heads:], qkv[:, :, turned:]
 
-    def _mask(self, append: Append) -> Tensor | None:
+    def _mask(self, append: Append, dtype: torch.dtype) -> Tensor | None:
         """The mask as numbers to add, for the rows of `attend`: [B or 1, 1, N/G*n or 1, width]."""
         if append.mask is None:
             return None
-        return additive(append.mask, self.num_heads // self.num_kv, self.dtype)
+        return additive(append.mask, self.num_heads // self.num_kv, dtype)
 
 
 def additive(mask: Tensor, repeats: int, dtype: torch.dtype) -> Tensor:

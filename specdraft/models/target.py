@@ -25,7 +25,7 @@ from specdraft.models.attention import Attention, Watcher
 from specdraft.models.cache import Append, KVCache
 from specdraft.models.default_target import PACKAGED, packaged_target
 from specdraft.models.generic import GenericModel
-from specdraft.models.layers import FrozenLinear, compute_dtype
+from specdraft.models.layers import FrozenLinear, compute_dtype, step_dtype
 from specdraft.models.load import load_model
 from specdraft.provenance import hash_json, hash_tensors
 
@@ -70,8 +70,9 @@ class TargetModel:
 
     Tap k is Hugging Face's hidden_states[k], the input of decoder layer k (0 = the embeddings).
     logits = soft_cap(logit_scale * head_weight @ norm(last)), soft_cap(z) = c tanh(z / c), c None = none.
-    dtype: of weights and of stored states.   compute_dtype: of states, keys and logits while it runs: the same, but fp32
-    for bf16 weights on a processor without bf16 instructions (thin_products.py).
+    dtype: of weights and of stored states.   compute_dtype: of states, keys and logits while it runs texts and batches.
+    step_dtype: the same while it decodes one sequence. With bf16 weights on a CPU the last is fp32 in the families of lean.py
+    (thin_products.py), and so is compute_dtype where the processor has no bf16 instructions.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class TargetModel:
         self._layers = lean_path.LeanModel(model) if self.is_lean else GenericModel(model)
         self._head = FrozenLinear(self.head_weight)
         self.compute_dtype = compute_dtype(embedding) if self.is_lean else self.dtype
+        self.step_dtype = step_dtype(embedding) if self.is_lean else self.dtype
         self.watcher: Watcher | None = None
         self._check()
 
@@ -146,8 +148,8 @@ class TargetModel:
 
     @property
     def precision(self) -> str:
-        """What stands beside every figure: the dtype, or those of weights and states where they differ."""
-        weights, states = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.compute_dtype))
+        """What stands beside every figure: the dtype, or those of weights and states where they differ while decoding."""
+        weights, states = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.step_dtype))
         return weights if weights == states else f"{weights} weights, {states} states"
 
     @in_own_dtype
@@ -171,7 +173,7 @@ class TargetModel:
     @in_own_dtype
     @torch.no_grad()
     def teacher_logits(self, last: Tensor) -> Tensor:
-        """The target's own logits [..,V], in `compute_dtype`, from the input of the final norm [..,H]."""
+        """The target's own logits [..,V], from the input of the final norm [..,H], in its dtype."""
         return self.scale_logits(self._head(self.norm(last)))
 
     def scale_logits(self, logits: Tensor) -> Tensor:

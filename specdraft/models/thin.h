@@ -1,8 +1,9 @@
-// What a decoding step is made of, for its few rows n, with AVX2: weights in bf16, all else in fp32.
+// What a decoding step is made of, for its few rows n: weights in bf16, all else in fp32.
 //
 // A product y [n,O] = x [n,I] @ w [O,I]^T (+ bias [O]) is bound by memory: every weight is read once for up to 8 rows.
-// bf16 is the upper half of fp32. Of 16 weights in one register a shift gives the even columns and a mask the odd ones, so the
-// even columns of each 16 of x are moved before the odd ones.
+// With AVX-512 BF16 the processor multiplies pairs of bf16 numbers; x is rounded to bf16 then, as a model in bf16 does it, and each row's
+// sums are added up in one order however many rows there are. With AVX2 bf16 is the upper half of fp32: of 16 weights in one register
+// a shift gives the even columns and a mask the odd ones, so the even columns of each 16 of x are moved before the odd ones.
 #pragma once
 #include <immintrin.h>
 
@@ -14,12 +15,22 @@
 
 namespace thin {
 
-constexpr long GROUP = 16;         // columns that one load of weights holds
+#ifdef __AVX512BF16__
+constexpr long LANES = 16;
+using Input = uint16_t;  // what products read of x
+#else
+constexpr long LANES = 8;
+using Input = float;
+#endif
+using Floats = float __attribute__((vector_size(4 * LANES)));
+using Bits = uint32_t __attribute__((vector_size(4 * LANES)));
+
+constexpr long GROUP = 2 * LANES;  // columns that one load of weights holds
 constexpr long BLOCK = 24;         // rows of w that stay in the first cache while all rows of x pass
 constexpr long EIGHT = 8;          // outputs
 constexpr long NARROW = 96;        // columns
 constexpr long PART = 256;         // columns of an MLP that a thread takes at once
-constexpr long AHEAD = 2048;       // bytes: where a load of weights also asks for those to come
+constexpr long AHEAD = 4096;       // bytes: where a load of weights also asks for those to come
 
 inline float widen(uint16_t value) {
     uint32_t bits = uint32_t(value) << 16;
@@ -28,100 +39,140 @@ inline float widen(uint16_t value) {
     return wide;
 }
 
-inline float sum(__m256 v) {
+template <class Vector>
+Vector load(const void* at) {
+    Vector vector;
+    std::memcpy(&vector, at, sizeof(vector));
+    return vector;
+}
+
+template <class Vector>
+void store(void* at, Vector vector) {
+    std::memcpy(at, &vector, sizeof(vector));
+}
+
+#ifdef __AVX512BF16__
+inline float sum(Floats v) { return _mm512_reduce_add_ps(v); }
+
+inline void sum_eight(const Floats* v, float* sums) {
+    for (long i = 0; i < EIGHT; i++) sums[i] = sum(v[i]);
+}
+
+// One group of x, as products read it.
+inline void convert(const float* x, Input* group) { store(group, _mm512_cvtne2ps_pbh(load<__m512>(x + LANES), load<__m512>(x))); }
+
+// A group of weights times a group of x, added to the sums at `first` (and `second`: which may be the same).
+inline void multiply(Bits weights, const Input* group, Floats& first, Floats&) {
+    first = _mm512_dpbf16_ps(first, (__m512bh)weights, load<__m512bh>(group));
+}
+#else
+inline float sum(Floats v) {
     __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     half = _mm_add_ps(half, _mm_movehl_ps(half, half));
     return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 }
 
-constexpr uint32_t WINDOW[GROUP] = {~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u};
+inline void sum_eight(const Floats* v, float* sums) {
+    const __m256 low = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+    const __m256 high = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
+    _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(low), _mm256_extractf128_ps(low, 1)));
+    _mm_storeu_ps(sums + 4, _mm_add_ps(_mm256_castps256_ps128(high), _mm256_extractf128_ps(high, 1)));
+}
 
-// The first `count` of 16 weights, zeros behind. Behind the last row of all there is nothing to read.
-inline __m256i load_end(const uint16_t* w, long count, bool is_last) {
+inline void convert(const float* x, Input* group) {
+    for (long k = 0; k < GROUP; k++) group[k % 2 * LANES + k / 2] = x[k];
+}
+
+inline void multiply(Bits weights, const Input* group, Floats& first, Floats& second) {
+    first += (Floats)(weights << 16) * load<Floats>(group);
+    second += (Floats)(weights & 0xffff0000u) * load<Floats>(group + LANES);
+}
+#endif
+
+struct Window {
+    uint16_t keep[2 * GROUP] = {};
+    constexpr Window() {
+        for (long i = 0; i < GROUP; i++) keep[i] = 0xffff;
+    }
+};
+constexpr Window WINDOW;
+
+// The first `count` of a group of weights, zeros behind. Behind the last row of all there is nothing to read.
+inline Bits load_end(const uint16_t* w, long count, bool is_last) {
     if (is_last) {
         uint16_t end[GROUP] = {};
         std::memcpy(end, w, count * sizeof(uint16_t));
-        return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(end));
+        return load<Bits>(end);
     }
-    const uint16_t* keep = reinterpret_cast<const uint16_t*>(WINDOW) + GROUP - count;
-    return _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)),
-                            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(keep)));
+    return load<Bits>(w) & load<Bits>(WINDOW.keep + GROUP - count);
 }
 
-// One row of w against N rows of x. U groups at a time, their even and odd columns in S = 1 or 2 sums: N*U*S chains of
-// additions hide the latency of one, and fit the 16 registers. rest: columns of the last group, 1 to 16.
-// is_last: nothing may be read behind the row.
+inline Bits load_ahead(const uint16_t* w) {
+    __builtin_prefetch(reinterpret_cast<const char*>(w) + AHEAD);
+    return load<Bits>(w);
+}
+
+// One row of w against N rows of x. U groups at a time, in S = 1 or 2 sums each: N*U*S chains of additions hide the latency of one,
+// and fit the registers. rest: columns of the last group, 1 to GROUP. is_last: nothing may be read behind the row.
 template <int N, int U, int S>
-void dot(const uint16_t* w, const float* x, float bias, float* y, long outputs, long columns, long rest, bool is_last) {
-    __m256 sums[U][S][N];
+void dot(const uint16_t* w, const Input* x, float bias, float* y, long outputs, long columns, long rest, bool is_last) {
+    Floats sums[U][S][N];
     for (auto& group : sums)
         for (auto& parity : group)
-            for (auto& s : parity) s = _mm256_setzero_ps();
-    const __m256i upper = _mm256_set1_epi32(int(0xffff0000));
-    auto add = [&](int u, long k, __m256i weights) {
-        const __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(weights, 16));
-        const __m256 odd = _mm256_castsi256_ps(_mm256_and_si256(weights, upper));
+            for (auto& s : parity) s = Floats{};
+    auto add = [&](int u, long k, Bits weights) {
 #pragma GCC unroll 8
-        for (int i = 0; i < N; i++) {
-            const float* row = x + i * columns + k;
-            sums[u][0][i] = _mm256_fmadd_ps(even, _mm256_loadu_ps(row), sums[u][0][i]);
-            sums[u][S - 1][i] = _mm256_fmadd_ps(odd, _mm256_loadu_ps(row + 8), sums[u][S - 1][i]);
-        }
+        for (int i = 0; i < N; i++) multiply(weights, x + i * columns + k, sums[u][0][i], sums[u][S - 1][i]);
     };
-    auto load = [&](long k) {
-        _mm_prefetch(reinterpret_cast<const char*>(w + k) + AHEAD, _MM_HINT_T0);
-        return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + k));
-    };
+    const long whole = columns - (rest == GROUP ? 0 : GROUP);
     long k = 0;
-    for (; k + U * GROUP < columns; k += U * GROUP) {
+    for (; k + U * GROUP <= whole; k += U * GROUP) {
 #pragma GCC unroll 8
-        for (int u = 0; u < U; u++) add(u, k + u * GROUP, load(k + u * GROUP));
+        for (int u = 0; u < U; u++) add(u, k + u * GROUP, load_ahead(w + k + u * GROUP));
     }
-    for (; k + GROUP < columns; k += GROUP) add(0, k, load(k));
-    add(0, k, rest == GROUP ? load(k) : load_end(w + k, rest, is_last));
+    for (; k < whole; k += GROUP) add(0, k, load_ahead(w + k));
+    if (k < columns) add(0, k, load_end(w + k, rest, is_last));
     for (int i = 0; i < N; i++) {
-        __m256 total = _mm256_setzero_ps();
+        Floats total = Floats{};
         for (auto& group : sums)
-            for (auto& parity : group) total = _mm256_add_ps(total, parity[i]);
+            for (auto& parity : group) total += parity[i];
         y[i * outputs] = sum(total) + bias;
     }
 }
 
 // EIGHT narrow rows of w, one behind the other, against one row of x: their sums are added up together, which for so short a row is
 // most of the work. There must be another row behind them.
-inline void dot_eight(const uint16_t* w, const float* x, float* y, long width, long columns, long rest) {
-    __m256 sums[EIGHT];
-    for (auto& s : sums) s = _mm256_setzero_ps();
-    const __m256i upper = _mm256_set1_epi32(int(0xffff0000));
-    auto add = [&](long k, auto load) {
-        const __m256 at_even = _mm256_loadu_ps(x + k), at_odd = _mm256_loadu_ps(x + k + 8);
+inline void dot_eight(const uint16_t* w, const Input* x, float* y, long width, long columns, long rest) {
+    Floats sums[EIGHT];
+    for (auto& s : sums) s = Floats{};
+    auto add = [&](long k, auto load_weights) {
 #pragma GCC unroll 8
-        for (int o = 0; o < EIGHT; o++) {
-            const uint16_t* at = w + o * width + k;
-            _mm_prefetch(reinterpret_cast<const char*>(at) + AHEAD, _MM_HINT_T0);
-            const __m256i weights = load(at);
-            sums[o] = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(weights, 16)), at_even, sums[o]);
-            sums[o] = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(weights, upper)), at_odd, sums[o]);
-        }
+        for (int o = 0; o < EIGHT; o++) multiply(load_weights(w + o * width + k), x + k, sums[o], sums[o]);
     };
-    for (long k = 0; k + GROUP < columns; k += GROUP)
-        add(k, [](const uint16_t* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); });
+    for (long k = 0; k + GROUP < columns; k += GROUP) add(k, load_ahead);
     add(columns - GROUP, [&](const uint16_t* at) { return load_end(at, rest, false); });
-    const __m256 low = _mm256_hadd_ps(_mm256_hadd_ps(sums[0], sums[1]), _mm256_hadd_ps(sums[2], sums[3]));
-    const __m256 high = _mm256_hadd_ps(_mm256_hadd_ps(sums[4], sums[5]), _mm256_hadd_ps(sums[6], sums[7]));
-    _mm_storeu_ps(y, _mm_add_ps(_mm256_castps256_ps128(low), _mm256_extractf128_ps(low, 1)));
-    _mm_storeu_ps(y + 4, _mm_add_ps(_mm256_castps256_ps128(high), _mm256_extractf128_ps(high, 1)));
+    sum_eight(sums, y);
 }
 
-using Dot = void (*)(const uint16_t*, const float*, float, float*, long, long, long, bool);
-constexpr Dot DOTS[] = {dot<1, 4, 2>, dot<2, 2, 2>, dot<3, 2, 2>, dot<4, 1, 2>,
-                        dot<5, 1, 2>, dot<6, 1, 2>, dot<7, 1, 1>, dot<8, 1, 1>};
+using Dot = void (*)(const uint16_t*, const Input*, float, float*, long, long, long, bool);
+#ifdef __AVX512BF16__
+constexpr Dot DOTS[] = {dot<1, 2, 1>, dot<2, 2, 1>, dot<3, 2, 1>, dot<4, 2, 1>, dot<5, 2, 1>, dot<6, 2, 1>, dot<7, 2, 1>, dot<8, 2, 1>};
+#else
+constexpr Dot DOTS[] = {dot<1, 4, 2>, dot<2, 2, 2>, dot<3, 2, 2>, dot<4, 1, 2>, dot<5, 1, 2>, dot<6, 1, 2>, dot<7, 1, 1>, dot<8, 1, 1>};
+#endif
 constexpr long MOST = sizeof(DOTS) / sizeof(Dot);
 
-// x [count, width] -> [count, columns], the even columns of each group before its odd ones, zeros behind.
-inline void spread(const float* x, float* spread, long count, long width, long columns) {
-    for (long i = 0; i < count; i++)
-        for (long k = 0; k < width; k++) spread[i * columns + k / GROUP * GROUP + k % 2 * 8 + k % GROUP / 2] = x[i * width + k];
+// x [count, width] -> [count, columns] as products read it, zeros behind.
+inline void convert(const float* x, Input* converted, long count, long width, long columns) {
+    for (long i = 0; i < count; i++, x += width, converted += columns) {
+        long k = 0;
+        for (; k + GROUP <= width; k += GROUP) convert(x + k, converted + k);
+        if (k < width) {
+            float end[GROUP] = {};
+            std::copy(x + k, x + width, end);
+            convert(end, converted + k);
+        }
+    }
 }
 
 // What follows is called by all threads of a parallel region together. They share what products, attention and the MLP make, and have
@@ -131,19 +182,20 @@ inline void spread(const float* x, float* spread, long count, long width, long c
 inline void product(const float* x, const uint16_t* w, const uint16_t* bias, float* y, long n, long width, long outputs) {
     const long columns = (width + GROUP - 1) / GROUP * GROUP;
     const long rest = width - (columns - GROUP);
-    static thread_local std::vector<float> rows;
-    rows.assign(n * columns, 0.0f);
-    spread(x, rows.data(), n, width, columns);
+    static thread_local std::vector<Bits> room;  // vectors, for even addresses
+    room.resize(n * columns * sizeof(Input) / sizeof(Bits));
+    Input* const rows = reinterpret_cast<Input*>(room.data());
+    convert(x, rows, n, width, columns);
 #pragma omp for schedule(static)
     for (long start = 0; start < outputs; start += BLOCK)
         for (long i = 0; i < n; i += MOST) {
             const Dot dot = DOTS[std::min(MOST, n - i) - 1];
+            const long end = std::min(outputs, start + BLOCK);
             long o = start;
             if (n == 1 && columns <= NARROW && !bias)
-                for (; o + EIGHT <= std::min(outputs - 1, start + BLOCK); o += EIGHT)
-                    dot_eight(w + o * width, rows.data(), y + o, width, columns, rest);
-            for (; o < std::min(outputs, start + BLOCK); o++)
-                dot(w + o * width, rows.data() + i * columns, bias ? widen(bias[o]) : 0.0f, y + i * outputs + o, outputs, columns, rest,
+                for (; o + EIGHT <= std::min(outputs - 1, end); o += EIGHT) dot_eight(w + o * width, rows, y + o, width, columns, rest);
+            for (; o < end; o++)
+                dot(w + o * width, rows + i * columns, bias ? widen(bias[o]) : 0.0f, y + i * outputs + o, outputs, columns, rest,
                     o + 1 == outputs);
         }
 }
@@ -165,18 +217,50 @@ inline void rotate(float* x, const float* cos, const float* sin, long dim) {
     }
 }
 
-// exp of 8 numbers, to 2e-7 of each, 0 below -87: 2^k by the exponent's bits, times a polynomial in what is left of x.
-inline __m256 exp(__m256 x) {
-    const __m256 keep = _mm256_cmp_ps(x, _mm256_set1_ps(-87), _CMP_NLT_UQ);
-    x = _mm256_min_ps(_mm256_set1_ps(88), _mm256_max_ps(_mm256_set1_ps(-87), x));  // the second one where it is NaN
-    const __m256 k = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    x = _mm256_fnmadd_ps(k, _mm256_set1_ps(0.693359375f), x);
-    x = _mm256_fnmadd_ps(k, _mm256_set1_ps(-2.12194440e-4f), x);
-    __m256 y = _mm256_set1_ps(1.9875691500e-4f);
-    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.0f, 1.0f})
-        y = _mm256_fmadd_ps(y, x, _mm256_set1_ps(c));
-    const __m256i scaled = _mm256_add_epi32(_mm256_castps_si256(y), _mm256_slli_epi32(_mm256_cvtps_epi32(k), 23));
-    return _mm256_and_ps(_mm256_castsi256_ps(scaled), keep);
+// exp of each number, to 2e-7 of it, 0 below -87: 2^k by the exponent's bits, times a polynomial in what is left of x.
+inline Floats exp(Floats x) {
+    const Bits keep = (Bits)(x >= -87.0f);
+    x = x > -87.0f ? x : Floats{} - 87.0f;  // also where it is NaN
+    x = x < 88.0f ? x : Floats{} + 88.0f;
+    constexpr float ROUND = 3 << 22;  // a sum with it has no digits behind the point
+    const Floats shifted = x * 1.44269504f + ROUND, k = shifted - ROUND;
+    x -= k * 0.693359375f;
+    x -= k * -2.12194440e-4f;
+    Floats y = Floats{} + 1.9875691500e-4f;
+    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.0f, 1.0f}) y = y * x + c;
+    return (Floats)(((Bits)y + ((Bits)shifted << 23)) & keep);
+}
+
+// q [d] . keys [slots,d] -> scores [slots].
+inline void score(const float* q, const float* keys, long slots, long dim, float* scores) {
+    const long whole = dim / LANES * LANES;
+    for (long t = 0; t < slots; t += EIGHT, keys += EIGHT * dim) {
+        const long count = std::min(EIGHT, slots - t);
+        Floats sums[EIGHT];
+        for (auto& s : sums) s = Floats{};
+        for (long i = 0; i < whole; i += LANES) {
+            const Floats part = load<Floats>(q + i);
+#pragma GCC unroll 8
+            for (long o = 0; o < EIGHT; o++) sums[o] += part * load<Floats>(keys + std::min(o, count - 1) * dim + i);
+        }
+        float eight[EIGHT];
+        sum_eight(sums, eight);
+        for (long o = 0; o < count; o++) {
+            for (long i = whole; i < dim; i++) eight[o] += q[i] * keys[o * dim + i];
+            scores[t + o] = eight[o];
+        }
+    }
+}
+
+// W registers of the mean of values [slots,d], by weights [slots].
+template <int W>
+void mean(const float* weights, const float* values, long slots, long dim, float total, float* y) {
+    Floats sums[W];
+    for (auto& s : sums) s = Floats{};
+    for (long t = 0; t < slots; t++, values += dim)
+#pragma GCC unroll 4
+        for (int i = 0; i < W; i++) sums[i] += weights[t] * load<Floats>(values + i * LANES);
+    for (int i = 0; i < W; i++) store(y + i * LANES, sums[i] / total);
 }
 
 // One query over T slots; sees: which of them, null = all. scores: room for T.
@@ -184,32 +268,30 @@ inline void attend(const float* q, const float* keys, const float* values, const
                    float* y) {
     const float scale = 1 / std::sqrt(float(dim));
     float most = -INFINITY, total = 0;
+    score(q, keys, slots, dim, scores);
     for (long t = 0; t < slots; t++) {
-        float score = 0;
-#pragma omp simd reduction(+ : score)
-        for (long i = 0; i < dim; i++) score += q[i] * keys[t * dim + i];
-        scores[t] = sees && !sees[t] ? -INFINITY : score * scale;
+        scores[t] = sees && !sees[t] ? -INFINITY : scores[t] * scale;
         most = std::max(most, scores[t]);
     }
-    long first = 0;
-    for (; first + 8 <= slots; first += 8)
-        _mm256_storeu_ps(scores + first, exp(_mm256_sub_ps(_mm256_loadu_ps(scores + first), _mm256_set1_ps(most))));
+    long first = 0, i = 0;
+    for (; first + LANES <= slots; first += LANES) store(scores + first, exp(load<Floats>(scores + first) - most));
     for (long t = first; t < slots; t++) scores[t] = std::exp(scores[t] - most);
-    std::fill(y, y + dim, 0.0f);
-    for (long t = 0; t < slots; t++) {
-        total += scores[t];
-        for (long i = 0; i < dim; i++) y[i] += scores[t] * values[t * dim + i];
+    for (long t = 0; t < slots; t++) total += scores[t];
+    for (; i + 4 * LANES <= dim; i += 4 * LANES) mean<4>(scores, values + i, slots, dim, total, y + i);
+    for (; i + LANES <= dim; i += LANES) mean<1>(scores, values + i, slots, dim, total, y + i);
+    for (; i < dim; i++) {
+        y[i] = 0;
+        for (long t = 0; t < slots; t++) y[i] += scores[t] * values[t * dim + i];
+        y[i] /= total;
     }
-    for (long i = 0; i < dim; i++) y[i] /= total;
 }
 
 // gate <- silu(gate) * up
 inline void silu_times(float* gate, const float* up, long count) {
     long i = 0;
-    for (; i + 8 <= count; i += 8) {
-        const __m256 x = _mm256_loadu_ps(gate + i), ones = _mm256_set1_ps(1);
-        const __m256 sigmoid = _mm256_div_ps(ones, _mm256_add_ps(ones, exp(_mm256_sub_ps(_mm256_setzero_ps(), x))));
-        _mm256_storeu_ps(gate + i, _mm256_mul_ps(_mm256_mul_ps(x, sigmoid), _mm256_loadu_ps(up + i)));
+    for (; i + LANES <= count; i += LANES) {
+        const Floats x = load<Floats>(gate + i);
+        store(gate + i, x / (1 + exp(-x)) * load<Floats>(up + i));
     }
     for (; i < count; i++) gate[i] *= up[i] / (1 + std::exp(-gate[i]));
 }

@@ -24,7 +24,9 @@ from specdraft.provenance import atomic_path, cache_folder, has_bf16_products, h
 
 NAMES = ("thin.h", "thin_products.cpp", "draft_layer.cpp", "decode_layers.cpp")
 SOURCES = [Path(__file__).with_name(name) for name in NAMES]
-FLAGS = ("-O3", "-mavx2", "-mfma", "-fopenmp", "-shared", "-fPIC", "-std=c++17")
+FLAGS = ("-O3", "-fopenmp", "-shared", "-fPIC", "-std=c++17")
+AVX2 = ("-mavx2", "-mfma")
+AVX512_BF16 = (*AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "bf16")), "-mprefer-vector-width=512")
 
 
 class Sizes(ctypes.Structure):
@@ -54,7 +56,7 @@ def require_rows(q: Tensor, keys: Tensor, values: Tensor) -> None:
 
 @functools.cache
 def available() -> bool:
-    """Whether `thin_linear` pays here."""
+    """Whether models with bf16 weights run in fp32 states here, whatever the number of rows: there is nothing better."""
     return not has_bf16_products("cpu") and library() is not None
 
 
@@ -75,16 +77,18 @@ def thin_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled files; None where the compiler cannot make them, or the processor cannot run them."""
-    if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):  # AVX2 or AVX512
+    level = torch.backends.cpu.get_cpu_capability()
+    if not level.startswith("AVX"):
         return None
+    flags = (*FLAGS, *(AVX512_BF16 if has_bf16_products("cpu") else AVX2))
     compiler = shlex.split(os.environ.get("CXX", "g++"))
     texts = [source.read_text() for source in SOURCES]
     units = [str(source) for source in SOURCES if source.suffix == ".cpp"]
-    binary = cache_folder() / "kernels" / f"thin_products-{hash_json([texts, FLAGS])}.so"
+    binary = cache_folder() / "kernels" / f"thin_products-{hash_json([texts, flags])}.so"
     if not binary.exists():
         try:
             with atomic_path(binary) as written:
-                subprocess.run([*compiler, *FLAGS, *units, "-o", str(written)], capture_output=True, check=True)
+                subprocess.run([*compiler, *flags, *units, "-o", str(written)], capture_output=True, check=True)
         except (subprocess.CalledProcessError, UserError):
             return None
     loaded = ctypes.CDLL(str(binary))
