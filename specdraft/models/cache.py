@@ -27,8 +27,9 @@ class KVCache:
     rubbish (finite numbers), which the masks of `Append` hide.
     """
 
-    def __init__(self, batch_size: int, max_length: int, num_layers: int):
-        self.batch_size = batch_size
+    def __init__(self, batch_size: int, max_length: int, num_layers: int, dtype: torch.dtype | None = None):
+        """dtype: of keys and values; None = that of the first ones."""
+        self.batch_size, self.dtype = batch_size, dtype
         self.max_length = max_length
         self.is_single = batch_size == 1
         self.lengths = [0] * batch_size
@@ -88,7 +89,7 @@ class KVCache:
                 if mine[layer] is None or mine[layer].shape[2] < width:
                     like = new[:1].expand(self.batch_size, -1, -1, -1).transpose(1, 2)
                     mine[layer] = self._allocate(mine[layer], like, slots)
-                mine[layer][rows, :, :width] = new[:, :, :width]
+                mine[layer][rows, :, :width] = new[:, :, :width].to(mine[layer].dtype)
         lengths = dict(zip(rows, other.lengths, strict=True))
         self.lengths = [lengths.get(row, length) for row, length in enumerate(self.lengths)]
 
@@ -134,7 +135,7 @@ class KVCache:
         slots = width
         if self.is_single:
             slots = self.max_length if width <= self.max_length else -(-width // BLOCK) * BLOCK
-        new = like.new_zeros(len(like), like.shape[2], slots, like.shape[3])
+        new = like.new_zeros(len(like), like.shape[2], slots, like.shape[3], dtype=self.dtype)
         if old is not None:
             new[:, :, : old.shape[2]] = old
         return new

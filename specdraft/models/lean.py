@@ -97,7 +97,8 @@ class LeanModel:
 
     def new_cache(self, batch_size: int, max_length: int) -> KVCache:
         """An empty cache of `max_length` slots a row."""
-        return KVCache(batch_size, max_length, len(self.layers))
+        dtype = self.step_dtype if batch_size == 1 else self.dtype
+        return KVCache(batch_size, max_length, len(self.layers), dtype)
 
     def forward(
         self,
@@ -110,12 +111,12 @@ class LeanModel:
         """[B,n] -> the inputs of the layers in `taps`, each [B,n,H], and the input of the final norm [B,n,H].
 
         attention: what to attend with over the cache (see attention.py); None = as usual."""
-        is_single = cache is not None and cache.is_single
-        dtype = self.step_dtype if is_single else self.dtype
+        dtype = self.dtype if cache is None else cache.dtype
         where = slice(append.start, append.end) if append.positions is None else append.positions
         rotary = Rotary(self.rotary[dtype].cos[where], self.rotary[dtype].sin[where])
         hidden = F.embedding(input_ids, self.embedding).to(dtype)
-        if self.compiled is not None and is_single and append.n <= FEW_ROWS and attention is None:
+        is_step = cache is not None and cache.is_single and append.n <= FEW_ROWS
+        if self.compiled is not None and is_step and attention is None:
             return self.compiled.forward(hidden, rotary.cos, rotary.sin, cache, append, taps)
         mask = self._mask(append, dtype)
         tapped = []
