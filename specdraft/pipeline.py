@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -33,6 +33,7 @@ from specdraft.decoding.answers import (
     answers_key,
     answers_to,
     estimate_answers,
+    minutes_spent,
     read_parts,
 )
 from specdraft.decoding.length_policies import Fixed
@@ -74,16 +75,15 @@ class MeasureConfig:
 def half_an_hour() -> TrainConfig:
     """What fits into half an hour on two CPU cores, answers and measuring included (docs/log.md)."""
     objective = ObjectiveConfig(steps=3, sampled_vocab=8192)
-    return TrainConfig(
-        epochs=12, max_minutes=9.5, tokens_per_batch=512, eval_every=0, save_every=600, objective=objective
-    )
+    return TrainConfig(epochs=12, tokens_per_batch=512, eval_every=0, save_every=600, objective=objective)
 
 
 @dataclass
 class JobConfig:
     """What every job has that trains on a target's own answers.   name: of the run; everything goes to output/name.   target:
     `default` (SmolLM2-135M-Instruct), a folder, a GGUF file or a Hub id.   prompts: `builtin`, or a JSONL file.   max_prompts: the
-    first n of them; None = all.   max_length: tokens of a training sequence.   states: None = run the target; a folder that
+    first n of them; None = all.   minutes: of answers and training together: training has what the answers leave; None = no such limit.
+    max_length: tokens of a training sequence.   states: None = run the target; a folder that
     data_prep/extract_hidden_states.py wrote = train on its answers to `prompts` and on its hidden states, answer nothing.
     cache_gb: memory, and disk, for the target's hidden states: what fits is made once, with the answers.   threads: of a process on a
     CPU; None = all physical cores, divided by the processes of this machine."""
@@ -93,6 +93,7 @@ class JobConfig:
     target: str = "default"
     prompts: str = "builtin"
     max_prompts: int | None = None
+    minutes: float | None = 22.5
     max_length: int = 1024
     states: Path | None = None
     cache_gb: float = 4.0
@@ -104,6 +105,11 @@ class JobConfig:
         require_positive({key: getattr(self, key) for key in ("max_prompts", "max_length", "threads")})
         if not self.target:
             raise UserError("target: got an empty name, allowed: default, a model folder, a GGUF file or a Hub id")
+        if self.minutes is not None and not (self.answers.max_minutes or math.inf) < self.minutes < math.inf:
+            raise UserError(
+                f"minutes: got {self.minutes:g} for answers and training together, allowed: none, or more than answers.max_minutes, which "
+                f"is {self.answers.max_minutes}"
+            )
         if not 0 <= self.cache_gb < math.inf:
             raise UserError(f"cache_gb: got {self.cache_gb}, allowed: 0 (no cache) or more")
         if Path(self.name).name != self.name or self.name in ("", "..", "answers"):
@@ -125,7 +131,8 @@ class RunConfig(JobConfig):
 
 @dataclass
 class Job:
-    """What a job works with.   states: of the target for both sets of examples.   rows: all answers, by prompt id."""
+    """What a job works with.   states: of the target for both sets of examples.   rows: all answers, by prompt id.
+    minutes: that they took."""
 
     accelerator: Accelerator
     target: TargetModel
@@ -134,6 +141,7 @@ class Job:
     held_out_rows: list[AnswerRow]
     train: list[Example]
     held_out: list[Example]
+    minutes: float
 
 
 def run(config: RunConfig) -> None:
@@ -184,9 +192,11 @@ def prepare(accelerator: Accelerator, target: TargetModel, config: JobConfig, ne
     and at most."""
     train_prompts, held_out_prompts = choose_prompts(config, needed, count)
     states: HiddenStates
+    minutes = 0.0
     if config.states is None:
         states = Online(target, cache_bytes=int(config.cache_gb * 1e9))
         rows = answer(accelerator, target, states, held_out_prompts + train_prompts, config)
+        minutes = minutes_spent(answers_folder(target, config))
     else:
         states = Shards(config.states, target)
         rows = stored_answers(target, config, train_prompts, held_out_prompts)
@@ -198,15 +208,19 @@ def prepare(accelerator: Accelerator, target: TargetModel, config: JobConfig, ne
     check_masks(train, target.tokenizer)
     if isinstance(states, Shards):
         states.require([*train, *held_out])
-    return Job(accelerator, target, states, rows, held_out_rows, train, held_out)
+    return Job(accelerator, target, states, rows, held_out_rows, train, held_out, minutes)
 
 
 def make_trainer(job: Job, drafter: Eagle3Drafter, config: JobConfig, identity: dict[str, str]) -> Trainer:
     """A Trainer of the drafter's parameters that require a gradient; prints what training will take. identity: see Trainer."""
     folder, accelerator, target = config.output / config.name / "training", job.accelerator, job.target
-    trainer = Trainer(accelerator, drafter, target, job.states, job.train, job.held_out, config.train, folder, identity)
+    train = config.train
+    if config.minutes is not None:
+        left = config.minutes - job.minutes
+        train = replace(train, max_minutes=left if train.max_minutes is None else min(left, train.max_minutes))
+    trainer = Trainer(accelerator, drafter, target, job.states, job.train, job.held_out, train, folder, identity)
     cache_gb = config.cache_gb if config.states is None else None
-    accelerator.print(summary.training_estimate(target, drafter, job.train, config.train, cache_gb))
+    accelerator.print(summary.training_estimate(target, drafter, job.train, train, cache_gb))
     return trainer
 
 
@@ -249,8 +263,7 @@ def answer(
 ) -> dict[str, AnswerRow]:
     """The target's answers by prompt id, and its states on the way; first prompts first, as many as the time allows. Every process
     answers its share; what any earlier run answered is reused, and so are the states that this process kept."""
-    key = hash_json(answers_key(target, config.answers))
-    folder = config.output / "answers" / f"{Path(target.name).name}-{key}"
+    folder = answers_folder(target, config)
     taps = "-".join(map(str, target.tap_layers))
     kept = folder / f"states-{taps}-{accelerator.process_index:05}.safetensors"
     part = folder / f"part-{accelerator.process_index:05}.jsonl"
@@ -272,6 +285,11 @@ def answer(
                 states.save(kept)
     accelerator.wait_for_everyone()
     return read_parts(target, folder, prompts) if missing else known
+
+
+def answers_folder(target: TargetModel, config: JobConfig) -> Path:
+    key = hash_json(answers_key(target, config.answers))
+    return config.output / "answers" / f"{Path(target.name).name}-{key}"
 
 
 def stored_answers(

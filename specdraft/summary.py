@@ -56,7 +56,7 @@ def training_estimate(
     epochs = epochs if math.isfinite(epochs) else 1  # limited by minutes alone
     passes = 0 if cache_gb is None else epochs if states_gb > cache_gb else 1
     seconds = 2 * (epoch * epochs + 2 * target_parameters * tokens * passes) / product_speed(target)
-    limits = f", at most {config.max_minutes:g} by train.max_minutes" if config.max_minutes else ""
+    limits = f", at most {config.max_minutes:.3g}" if config.max_minutes else ""
     state_gb = 12 * parameters / 1e9
     return (
         f"training: {len(train):,} sequences, {tokens:,} tokens, {supervised:,} of them supervised; "

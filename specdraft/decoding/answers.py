@@ -358,6 +358,11 @@ def read_parts(target: TargetModel, folder: Path, prompts: Sequence[Prompt]) -> 
     return answers_to(target, rows, prompts)
 
 
+def minutes_spent(folder: Path) -> float:
+    """On the answers in `folder`, by the process that took longest."""
+    return max((_Budget(path, None).spent for path in folder.glob("part-*.jsonl")), default=0.0)
+
+
 def answers_to(target: TargetModel, rows: Iterable[AnswerRow], prompts: Sequence[Prompt]) -> dict[str, AnswerRow]:
     """Those of `rows` that answer exactly one of `prompts`, by prompt id."""
     wanted = {prompt.id: prompt for prompt in prompts}
