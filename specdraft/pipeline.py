@@ -82,17 +82,19 @@ def half_an_hour() -> TrainConfig:
 class JobConfig:
     """What every job has that trains on a target's own answers.   name: of the run; everything goes to output/name.   target:
     `default` (SmolLM2-135M-Instruct), a folder, a GGUF file or a Hub id.   prompts: `builtin`, or a JSONL file.   max_prompts: the
-    first n of them; None = all.   minutes: of answers and training together: training has what the answers leave; None = no such limit.
-    max_length: tokens of a training sequence.   states: None = run the target; a folder that
-    data_prep/extract_hidden_states.py wrote = train on its answers to `prompts` and on its hidden states, answer nothing.
-    cache_gb: memory, and disk, for the target's hidden states: what fits is made once, with the answers.   threads: of a process on a
-    CPU; None = all physical cores, divided by the processes of this machine."""
+    first n of them; None = all.   answers_each: answers to a training prompt, each sampled from a stream of its own.   minutes: of
+    answers and training together: training has what the answers leave; None = no such limit.   max_length: tokens of a training
+    sequence.   states: None = run the target; a folder that data_prep/extract_hidden_states.py wrote = train on its answers to
+    `prompts` and on its hidden states, answer nothing.   cache_gb: memory, and disk, for the target's hidden states: what fits is
+    made once, with the answers.   threads: of a process on a CPU; None = all physical cores, divided by the processes of this
+    machine."""
 
     name: str = "slimspec"
     output: Path = Path("runs")
     target: str = "default"
     prompts: str = "builtin"
     max_prompts: int | None = None
+    answers_each: int = 1
     minutes: float | None = 22.5
     max_length: int = 1024
     states: Path | None = None
@@ -102,9 +104,13 @@ class JobConfig:
     train: TrainConfig = field(default_factory=half_an_hour)
 
     def __post_init__(self) -> None:
-        require_positive({key: getattr(self, key) for key in ("max_prompts", "max_length", "threads")})
+        require_positive({key: getattr(self, key) for key in ("max_prompts", "max_length", "threads", "answers_each")})
         if not self.target:
             raise UserError("target: got an empty name, allowed: default, a model folder, a GGUF file or a Hub id")
+        if self.answers_each > 1 and self.answers.sampling.greedy:
+            raise UserError(
+                f"answers_each: got {self.answers_each} at answers.temperature 0, where all are equal; give a temperature, such as 0.7"
+            )
         if self.minutes is not None and not (self.answers.max_minutes or math.inf) < self.minutes < math.inf:
             raise UserError(
                 f"minutes: got {self.minutes:g} for answers and training together, allowed: none, or more than answers.max_minutes, which "
@@ -214,14 +220,20 @@ def prepare(accelerator: Accelerator, target: TargetModel, config: JobConfig, ne
 def make_trainer(job: Job, drafter: Eagle3Drafter, config: JobConfig, identity: dict[str, str]) -> Trainer:
     """A Trainer of the drafter's parameters that require a gradient; prints what training will take. identity: see Trainer."""
     folder, accelerator, target = config.output / config.name / "training", job.accelerator, job.target
-    train = config.train
-    if config.minutes is not None:
-        left = config.minutes - job.minutes
-        train = replace(train, max_minutes=left if train.max_minutes is None else min(left, train.max_minutes))
+    train = training_limits(config, job.minutes)
     trainer = Trainer(accelerator, drafter, target, job.states, job.train, job.held_out, train, folder, identity)
     cache_gb = config.cache_gb if config.states is None else None
     accelerator.print(summary.training_estimate(target, drafter, job.train, train, cache_gb))
     return trainer
+
+
+def training_limits(config: JobConfig, spent: float) -> TrainConfig:
+    """Its training, within the minutes that are left when answers took `spent`."""
+    train = config.train
+    if config.minutes is None:
+        return train
+    left = config.minutes - spent
+    return replace(train, max_minutes=left if train.max_minutes is None else min(left, train.max_minutes))
 
 
 def default_threads() -> int:
@@ -255,7 +267,8 @@ def choose_prompts(config: JobConfig, needed: int, count: int) -> tuple[list[Pro
             f"prompts: got {len(train)} for training and {len(held_out)} held out of {config.prompts}, allowed: at least 1 and {needed}; "
             "give more prompts"
         )
-    return train, held_out[:count]
+    again = [replace(prompt, id=f"{prompt.id}#{n}") for n in range(2, config.answers_each + 1) for prompt in train]
+    return train + again, held_out[:count]
 
 
 def answer(

@@ -24,9 +24,7 @@ extern "C" void decode_layers(const Sizes* sizes, const DecodeLayer* layers, lon
     float* const qkv = shared.data();
 #pragma omp parallel
     {
-        static thread_local vector<float> state, x;
-        state.assign(hidden, hidden + n * width);
-        x.resize(n * width);
+        vector<float> state(hidden, hidden + n * width), x(n * width);
         for (long l = 0; l < count; l++) {
             const DecodeLayer& layer = layers[l];
 #pragma omp master

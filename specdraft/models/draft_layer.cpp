@@ -21,9 +21,7 @@ extern "C" void draft_project(const DraftLayer* layer, const float* hidden, cons
     const long width = size.width, dim = size.head_dim, turned = size.heads + size.kv_heads, outputs = (turned + size.kv_heads) * dim;
 #pragma omp parallel
     {
-        static thread_local vector<float> x, embedded;
-        x.resize(n * 2 * width);
-        embedded.resize(width);
+        vector<float> x(n * 2 * width), embedded(width);
         for (long i = 0; i < n; i++) {
             const uint16_t* row = layer->embedding + tokens[i] * width;
             for (long j = 0; j < width; j++) embedded[j] = widen(row[j]);
@@ -50,8 +48,7 @@ extern "C" void draft_finish(const DraftLayer* layer, const float* q, long q_str
     Room room(layer->size, n);
 #pragma omp parallel
     {
-        static thread_local vector<float> state;
-        state.assign(residual, residual + n * width);
+        vector<float> state(residual, residual + n * width);
         block(layer->size, layer->block, {keys, values, kv_stride, slots, sees}, q, q_stride, n, state.data(), room);
 #pragma omp master
         for (long i = 0; i < n; i++) {

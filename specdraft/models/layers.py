@@ -128,7 +128,9 @@ class FrozenRMSNorm:
         if x.dtype not in self._weights:
             self._weights[x.dtype] = self.scale.to(x.dtype).repeat(2 if self.is_doubled else 1)
         weight = self._weights[x.dtype]
-        if self.is_doubled:  # nine small kernels on a CPU, where layer_norm is one: (x, -x) has mean 0 and variance mean(x^2)
+        if (
+            self.is_doubled
+        ):  # nine small kernels on a CPU, where layer_norm is one: (x, -x) has mean 0 and variance mean(x^2)
             doubled = torch.layer_norm(torch.cat((x, -x), dim=-1), weight.shape, weight, None, self.eps)
             return doubled[..., : x.shape[-1]]
         return F.rms_norm(x, weight.shape, weight, self.eps)

@@ -14,6 +14,7 @@
 #include <vector>
 
 namespace thin {
+namespace {  // else two libraries in one process, of different instructions, would share functions
 
 #ifdef __AVX512BF16__
 constexpr long LANES = 16;
@@ -26,9 +27,8 @@ using Floats = float __attribute__((vector_size(4 * LANES)));
 using Bits = uint32_t __attribute__((vector_size(4 * LANES)));
 
 constexpr long GROUP = 2 * LANES;  // columns that one load of weights holds
-constexpr long BLOCK = 24;         // rows of w that stay in the first cache while all rows of x pass
-constexpr long EIGHT = 8;          // outputs
-constexpr long NARROW = 96;        // columns
+constexpr long BLOCK = 32;         // rows of w that stay in the first cache while all rows of x pass
+constexpr long MOST = 8;           // rows of x that are multiplied at once
 constexpr long PART = 256;         // columns of an MLP that a thread takes at once
 constexpr long AHEAD = 4096;       // bytes: where a load of weights also asks for those to come
 
@@ -52,10 +52,16 @@ void store(void* at, Vector vector) {
 }
 
 #ifdef __AVX512BF16__
-inline float sum(Floats v) { return _mm512_reduce_add_ps(v); }
-
-inline void sum_eight(const Floats* v, float* sums) {
-    for (long i = 0; i < EIGHT; i++) sums[i] = sum(v[i]);
+// LANES vectors, one behind the other -> their sums: neighbours are added up together, half the lanes at each level.
+inline Floats sums(const Floats* v) {
+    __m512 pairs[8], fours[4];
+    for (int i = 0; i < 8; i++) pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+    for (int i = 0; i < 4; i++) {
+        const __m512d left = _mm512_castps_pd(pairs[2 * i]), right = _mm512_castps_pd(pairs[2 * i + 1]);
+        fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(left, right)), _mm512_castpd_ps(_mm512_unpackhi_pd(left, right)));
+    }
+    auto halves = [](__m512 a, __m512 b) { return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd)); };
+    return halves(halves(fours[0], fours[1]), halves(fours[2], fours[3]));
 }
 
 // One group of x, as products read it.
@@ -66,17 +72,10 @@ inline void multiply(Bits weights, const Input* group, Floats& first, Floats&) {
     first = _mm512_dpbf16_ps(first, (__m512bh)weights, load<__m512bh>(group));
 }
 #else
-inline float sum(Floats v) {
-    __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
-    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
-}
-
-inline void sum_eight(const Floats* v, float* sums) {
+inline Floats sums(const Floats* v) {
     const __m256 low = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
     const __m256 high = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
-    _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(low), _mm256_extractf128_ps(low, 1)));
-    _mm_storeu_ps(sums + 4, _mm_add_ps(_mm256_castps256_ps128(high), _mm256_extractf128_ps(high, 1)));
+    return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
 }
 
 inline void convert(const float* x, Input* group) {
@@ -112,10 +111,11 @@ inline Bits load_ahead(const uint16_t* w) {
     return load<Bits>(w);
 }
 
-// One row of w against N rows of x. U groups at a time, in S = 1 or 2 sums each: N*U*S chains of additions hide the latency of one,
-// and fit the registers. rest: columns of the last group, 1 to GROUP. is_last: nothing may be read behind the row.
+// One row of w against N rows of x, U groups at a time, in S = 1 or 2 sums each: N*U*S chains of additions hide the latency of one, and
+// fit the registers. rest: columns of the last group, 1 to GROUP. is_last: nothing may be read behind the row. What is still to be added
+// up goes to totals [N,BLOCK].
 template <int N, int U, int S>
-void dot(const uint16_t* w, const Input* x, float bias, float* y, long outputs, long columns, long rest, bool is_last) {
+void dot(const uint16_t* w, const Input* x, Floats* totals, long columns, long rest, bool is_last) {
     Floats sums[U][S][N];
     for (auto& group : sums)
         for (auto& parity : group)
@@ -136,31 +136,25 @@ void dot(const uint16_t* w, const Input* x, float bias, float* y, long outputs, 
         Floats total = Floats{};
         for (auto& group : sums)
             for (auto& parity : group) total += parity[i];
-        y[i * outputs] = sum(total) + bias;
+        totals[i * BLOCK] = total;
     }
 }
 
-// EIGHT narrow rows of w, one behind the other, against one row of x: their sums are added up together, which for so short a row is
-// most of the work. There must be another row behind them.
-inline void dot_eight(const uint16_t* w, const Input* x, float* y, long width, long columns, long rest) {
-    Floats sums[EIGHT];
-    for (auto& s : sums) s = Floats{};
-    auto add = [&](long k, auto load_weights) {
-#pragma GCC unroll 8
-        for (int o = 0; o < EIGHT; o++) multiply(load_weights(w + o * width + k), x + k, sums[o], sums[o]);
-    };
-    for (long k = 0; k + GROUP < columns; k += GROUP) add(k, load_ahead);
-    add(columns - GROUP, [&](const uint16_t* at) { return load_end(at, rest, false); });
-    sum_eight(sums, y);
-}
-
-using Dot = void (*)(const uint16_t*, const Input*, float, float*, long, long, long, bool);
+using Dot = void (*)(const uint16_t*, const Input*, Floats*, long, long, bool);
 #ifdef __AVX512BF16__
-constexpr Dot DOTS[] = {dot<1, 2, 1>, dot<2, 2, 1>, dot<3, 2, 1>, dot<4, 2, 1>, dot<5, 2, 1>, dot<6, 2, 1>, dot<7, 2, 1>, dot<8, 2, 1>};
+constexpr Dot DOTS[MOST] = {dot<1, 2, 1>, dot<2, 2, 1>, dot<3, 2, 1>, dot<4, 2, 1>, dot<5, 2, 1>, dot<6, 2, 1>, dot<7, 2, 1>, dot<8, 2, 1>};
 #else
-constexpr Dot DOTS[] = {dot<1, 4, 2>, dot<2, 2, 2>, dot<3, 2, 2>, dot<4, 1, 2>, dot<5, 1, 2>, dot<6, 1, 2>, dot<7, 1, 1>, dot<8, 1, 1>};
+constexpr Dot DOTS[MOST] = {dot<1, 4, 2>, dot<2, 2, 2>, dot<3, 2, 2>, dot<4, 1, 2>, dot<5, 1, 2>, dot<6, 1, 2>, dot<7, 1, 1>, dot<8, 1, 1>};
 #endif
-constexpr long MOST = sizeof(DOTS) / sizeof(Dot);
+
+// The sums of `count` vectors, plus a bias that may be null.
+inline void add_up(const Floats* totals, const uint16_t* bias, float* y, long count) {
+    for (long o = 0; o < count; o += LANES) {
+        float numbers[LANES];
+        store(numbers, sums(totals + o));
+        for (long lane = 0; lane < std::min(LANES, count - o); lane++) y[o + lane] = numbers[lane] + (bias ? widen(bias[o + lane]) : 0.0f);
+    }
+}
 
 // x [count, width] -> [count, columns] as products read it, zeros behind.
 inline void convert(const float* x, Input* converted, long count, long width, long columns) {
@@ -186,18 +180,18 @@ inline void product(const float* x, const uint16_t* w, const uint16_t* bias, flo
     room.resize(n * columns * sizeof(Input) / sizeof(Bits));
     Input* const rows = reinterpret_cast<Input*>(room.data());
     convert(x, rows, n, width, columns);
+    Floats totals[MOST * BLOCK];
 #pragma omp for schedule(static)
-    for (long start = 0; start < outputs; start += BLOCK)
+    for (long start = 0; start < outputs; start += BLOCK) {
+        const long count = std::min(BLOCK, outputs - start);
         for (long i = 0; i < n; i += MOST) {
-            const Dot dot = DOTS[std::min(MOST, n - i) - 1];
-            const long end = std::min(outputs, start + BLOCK);
-            long o = start;
-            if (n == 1 && columns <= NARROW && !bias)
-                for (; o + EIGHT <= std::min(outputs - 1, end); o += EIGHT) dot_eight(w + o * width, rows, y + o, width, columns, rest);
-            for (; o < end; o++)
-                dot(w + o * width, rows + i * columns, bias ? widen(bias[o]) : 0.0f, y + i * outputs + o, outputs, columns, rest,
-                    o + 1 == outputs);
+            const long some = std::min(MOST, n - i);
+            const Dot dot = DOTS[some - 1];
+            for (long o = 0; o < count; o++)
+                dot(w + (start + o) * width, rows + i * columns, totals + o, columns, rest, start + o + 1 == outputs);
+            for (long row = 0; row < some; row++) add_up(totals + row * BLOCK, bias ? bias + start : nullptr, y + (i + row) * outputs + start, count);
         }
+    }
 }
 
 inline void rms_norm(const float* x, const float* weight, float eps, float* y, long width) {
@@ -234,20 +228,17 @@ inline Floats exp(Floats x) {
 // q [d] . keys [slots,d] -> scores [slots].
 inline void score(const float* q, const float* keys, long slots, long dim, float* scores) {
     const long whole = dim / LANES * LANES;
-    for (long t = 0; t < slots; t += EIGHT, keys += EIGHT * dim) {
-        const long count = std::min(EIGHT, slots - t);
-        Floats sums[EIGHT];
-        for (auto& s : sums) s = Floats{};
-        for (long i = 0; i < whole; i += LANES) {
-            const Floats part = load<Floats>(q + i);
-#pragma GCC unroll 8
-            for (long o = 0; o < EIGHT; o++) sums[o] += part * load<Floats>(keys + std::min(o, count - 1) * dim + i);
-        }
-        float eight[EIGHT];
-        sum_eight(sums, eight);
+    for (long t = 0; t < slots; t += LANES, keys += LANES * dim) {
+        const long count = std::min(LANES, slots - t);
+        Floats products[LANES];
+        for (auto& p : products) p = Floats{};
+        for (long o = 0; o < count; o++)
+            for (long i = 0; i < whole; i += LANES) products[o] += load<Floats>(q + i) * load<Floats>(keys + o * dim + i);
+        float some[LANES];
+        store(some, sums(products));
         for (long o = 0; o < count; o++) {
-            for (long i = whole; i < dim; i++) eight[o] += q[i] * keys[o * dim + i];
-            scores[t + o] = eight[o];
+            for (long i = whole; i < dim; i++) some[o] += q[i] * keys[o * dim + i];
+            scores[t + o] = some[o];
         }
     }
 }
@@ -325,21 +316,22 @@ struct Room {
 inline void block(const Sizes& size, const Block& weights, const Slots& slots, const float* q, long q_stride, long n, float* state,
                   Room& room) {
     const long width = size.width, mlp_width = size.mlp_width, heads = size.heads, dim = size.head_dim;
-    static thread_local std::vector<float> scores, x;
-    scores.resize(slots.count);
-    x.resize(n * std::max(width, mlp_width));
+    static thread_local std::vector<float> own_scores, own_x;
+    own_scores.resize(slots.count);
+    own_x.resize(n * std::max(width, mlp_width));
+    float *const scores = own_scores.data(), *const x = own_x.data();
     float *const sum = room.sum.data(), *const gate_up = room.gate_up.data(), *const attended = room.attended.data();
 #pragma omp for schedule(static)
     for (long i = 0; i < n * heads; i++) {
         const long row = i / heads, head = i % heads, kv = head / (heads / size.kv_heads) * slots.stride;
         const bool* sees = slots.sees ? slots.sees + row * slots.count : nullptr;
         const long seen = sees ? slots.count : slots.count - (n - 1 - row);
-        attend(q + row * q_stride + head * dim, slots.keys + kv, slots.values + kv, sees, seen, dim, scores.data(), attended + i * dim);
+        attend(q + row * q_stride + head * dim, slots.keys + kv, slots.values + kv, sees, seen, dim, scores, attended + i * dim);
     }
     product(attended, weights.out, weights.out_bias, sum, n, heads * dim, width);
     for (long i = 0; i < n * width; i++) state[i] += sum[i];
     for (long i = 0; i < n; i++) rms_norm(state + i * width, weights.mlp_norm, size.eps, &x[i * width], width);
-    product(x.data(), weights.gate_up, weights.gate_up_bias, gate_up, n, width, 2 * mlp_width);
+    product(x, weights.gate_up, weights.gate_up_bias, gate_up, n, width, 2 * mlp_width);
     const long parts = (mlp_width + PART - 1) / PART;
 #pragma omp for schedule(static)
     for (long i = 0; i < n * parts; i++) {
@@ -348,8 +340,9 @@ inline void block(const Sizes& size, const Block& weights, const Slots& slots, c
         silu_times(gate, gate + mlp_width, std::min(PART, mlp_width - from));
     }
     for (long i = 0; i < n; i++) std::copy_n(gate_up + 2 * i * mlp_width, mlp_width, &x[i * mlp_width]);
-    product(x.data(), weights.down, weights.down_bias, sum, n, mlp_width, width);
+    product(x, weights.down, weights.down_bias, sum, n, mlp_width, width);
     for (long i = 0; i < n * width; i++) state[i] += sum[i];
 }
 
+}  // namespace
 }  // namespace thin

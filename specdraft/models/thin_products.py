@@ -1,9 +1,10 @@
-"""Products of a few rows with bf16 weights, on a processor that has AVX2 but no bf16 instructions: most laptops, many servers.
+"""Products of a few rows of fp32 states with bf16 weights, on a processor with AVX2 or more: what a decoding step is made of.
 
-There torch reads all weights again for every row of such a product (8 rows take 7 times as long as one), or wants them in
-fp32: twice the memory traffic, which is all that a decoding step waits for. thin_products.cpp reads them once; what is not
-a weight is in fp32. It is compiled on first use by the C++ compiler, into ~/.cache/specdraft; where there is none, models run in fp32.
-The layers that are made of such products are compiled with it (draft_layer.py, decode_layers.py). It knows nothing of models.
+Such a step waits for memory: thin_products.cpp reads every weight once, for up to 8 rows. torch reads them again for every row
+where the processor has no bf16 instructions (8 rows take 7 times as long as one), or wants them in fp32: twice the memory traffic.
+Where it has, they multiply pairs, and x is rounded to bf16 as torch would. The files are compiled on first use by the C++ compiler,
+into ~/.cache/specdraft; where there is none, models run in torch. The layers that are made of such products are compiled with them
+(draft_layer.py, decode_layers.py). It knows nothing of models.
 """
 
 from __future__ import annotations
@@ -74,13 +75,23 @@ def thin_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return y
 
 
-@functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled files; None where the compiler cannot make them, or the processor cannot run them."""
-    level = torch.backends.cpu.get_cpu_capability()
-    if not level.startswith("AVX"):
-        return None
-    flags = (*FLAGS, *(AVX512_BF16 if has_bf16_products("cpu") else AVX2))
+    best = instructions()
+    return None if best is None else compile_for(best)
+
+
+@functools.cache
+def instructions() -> tuple[str, ...] | None:
+    """The compiler's flags for the best that this processor has; None = nothing that thin.h is written for."""
+    if torch.cpu._is_avx512_bf16_supported():
+        return AVX512_BF16
+    return AVX2 if torch.cpu._is_avx2_supported() else None
+
+
+@functools.cache
+def compile_for(instructions: tuple[str, ...]) -> ctypes.CDLL | None:
+    flags = (*FLAGS, *instructions)
     compiler = shlex.split(os.environ.get("CXX", "g++"))
     texts = [source.read_text() for source in SOURCES]
     units = [str(source) for source in SOURCES if source.suffix == ".cpp"]

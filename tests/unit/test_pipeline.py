@@ -5,7 +5,9 @@ import math
 import pytest
 
 from specdraft.config import UserError
-from specdraft.pipeline import MeasureConfig, RunConfig
+from specdraft.data.tasks import builtin_prompts, split_held_out
+from specdraft.decoding.answers import AnswerConfig
+from specdraft.pipeline import MeasureConfig, RunConfig, choose_prompts, training_limits
 
 
 @pytest.mark.parametrize("setting", ["prompts", "max_new_tokens", "draft_length", "temperature"])
@@ -17,9 +19,38 @@ def test_measuring_that_cannot_work_is_refused_before_training(setting):
 @pytest.mark.parametrize(
     ("setting", "value"),
     [("max_prompts", 0), ("max_length", -5), ("threads", -1), ("cache_gb", -1.0), ("cache_gb", math.nan)]
+    + [("answers_each", 0), ("answers_each", 2), ("minutes", 13.0), ("minutes", math.inf)]
     + [("target", "")]
     + [("name", name) for name in ("", "..", "a/b", "answers")],
 )
 def test_a_run_that_cannot_work_is_refused(setting, value):
     with pytest.raises(UserError, match=f"{setting}: got "):
         RunConfig(**{setting: value})
+
+
+def test_several_answers_to_a_training_prompt():
+    """All prompts once, then all again under other ids, so that a time limit leaves out second answers first; held-out ones once."""
+    config = RunConfig(max_prompts=60, answers_each=3, minutes=None, answers=AnswerConfig(temperature=0.7))
+    train, held_out = choose_prompts(config, 1, 5)
+    own, expected_held_out = split_held_out(builtin_prompts()[:60])
+    assert held_out == expected_held_out[:5]
+    assert len(train) == 3 * len(own)
+    assert train[: len(own)] == own
+    assert len({prompt.id for prompt in train}) == len(train)
+    assert [prompt.turns for prompt in train] == [prompt.turns for prompt in own] * 3
+
+
+@pytest.mark.parametrize(
+    ("minutes", "own", "spent", "allowed"),
+    [
+        (22.5, None, 13.0, 9.5),
+        (22.5, None, 6.0, 16.5),
+        (22.5, 5.0, 6.0, 5.0),
+        (None, None, 6.0, None),
+        (None, 5.0, 6.0, 5.0),
+    ],
+)
+def test_training_has_the_minutes_that_answers_leave(minutes, own, spent, allowed):
+    config = RunConfig(minutes=minutes)
+    config.train.max_minutes = own
+    assert training_limits(config, spent).max_minutes == allowed

@@ -6,22 +6,23 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from processors import CAN_RUN, use
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
 
 from specdraft.models import cache as cache_module
-from specdraft.models import thin_products
 from specdraft.models.cache import KVCache
-from specdraft.models.layers import FrozenLinear, FrozenRMSNorm, compute_dtype
+from specdraft.models.layers import FrozenLinear, FrozenRMSNorm
 from specdraft.models.lean import attend, attend_causally, is_supported
 from specdraft.models.target import TargetModel
+from specdraft.models.thin_products import AVX2, AVX512_BF16
 from specdraft.models.tree import place_trees
 from specdraft.testing import FAMILIES, TINY_VOCAB, tiny_model
 
 LEAN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 PATHS = [(family, "lean") for family in LEAN_FAMILIES] + [(family, "generic") for family in FAMILIES]
 PATHS += [
-    (family, "compiled") for family in LEAN_FAMILIES
-]  # steps of one row, where weights are in bf16 and states in fp32
+    (family, "compiled") for family in LEAN_FAMILIES if CAN_RUN
+]  # steps of one row: weights in bf16, states in fp32
 LENGTH = 32
 
 
@@ -36,9 +37,7 @@ class Case:
             rounded = copy.deepcopy(model).bfloat16()
             self.model = copy.deepcopy(rounded).float()
             self.expected = self.whole(self.ids)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(thin_products, "available", lambda: True)
-                self.target = TargetModel.from_model(rounded)
+            self.target = TargetModel.from_model(rounded)
             assert self.target._layers.compiled is not None
         else:
             self.target = TargetModel.from_model(model, lean=path == "lean")
@@ -51,9 +50,12 @@ class Case:
 @pytest.fixture(scope="module", params=PATHS, ids=[f"{family}-{path}" for family, path in PATHS])
 def case(request):
     family, path = request.param
-    made = Case(tiny_model(family), path)
-    assert made.target.is_lean == (path != "generic")
-    return made
+    with pytest.MonkeyPatch.context() as patch:
+        if path == "compiled":
+            use(patch, AVX2)
+        made = Case(tiny_model(family), path)
+        assert made.target.is_lean == (path != "generic")
+        yield made
 
 
 def close(found, expected):
@@ -225,9 +227,30 @@ def test_scaled_rotary_positions(rope):
     )
 
 
-@pytest.mark.parametrize("path", ["lean", "compiled"])
+@pytest.mark.skipif(AVX512_BF16 not in CAN_RUN, reason="needs a processor with AVX-512 BF16")
+@pytest.mark.parametrize("family", LEAN_FAMILIES)
+def test_a_step_of_many_tokens_is_exactly_many_steps(family, monkeypatch):
+    """With bf16 instructions: what is verified together is what would have been decoded alone, to the last bit."""
+    use(monkeypatch, AVX512_BF16)
+    model = tiny_model(family)
+    target, ids = TargetModel.from_model(copy.deepcopy(model).bfloat16()), Case(model, "lean").ids[:1]
+    assert target._layers.compiled is not None
+    logits = []
+    for sizes in ((8, 1, 1, 1, 1), (8, 4)):
+        cache = target.new_cache(1, LENGTH)
+        logits.append(
+            torch.cat([target.forward(part, cache).logits for part in ids[:, :12].split(sizes, dim=1)], dim=1)
+        )
+    assert torch.equal(*logits)
+    expected = model(ids).logits[:, :12]
+    assert (logits[0] - expected).abs().mean() < 0.03 * expected.std()
+
+
+@pytest.mark.parametrize("path", ["lean", "compiled"] if CAN_RUN else ["lean"])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_biases_everywhere(path, rows):
+def test_biases_everywhere(path, rows, monkeypatch):
+    if path == "compiled":
+        use(monkeypatch, AVX2)
     config = tiny_model().config
     config.attention_bias = config.mlp_bias = True
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -364,7 +387,7 @@ def test_frozen_linear(dtype, shape, with_bias):
     torch.testing.assert_close(FrozenLinear(weight, bias)(x), F.linear(x, weight, bias), **options)
     part = weight[:40]  # as the head without its padded rows
     torch.testing.assert_close(FrozenLinear(part)(x), F.linear(x, part), **options)
-    assert FrozenLinear(part)(x).dtype == compute_dtype(weight)
+    assert FrozenLinear(part)(x).dtype == dtype
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])

@@ -7,7 +7,7 @@ from torch import nn
 
 from specdraft.config import UserError
 from specdraft.models import target as target_module
-from specdraft.models.layers import compute_dtype
+from specdraft.models.layers import step_dtype
 from specdraft.models.target import TargetModel
 from specdraft.testing import FAMILIES, TINY_VOCAB, tiny_model, tiny_target, tiny_tokenizer
 
@@ -220,6 +220,8 @@ def test_bf16(family):
     expected = exact.forward(ids, exact.new_cache(1, 16)).logits
     logits = target.forward(ids, target.new_cache(1, 16)).logits
     assert target.dtype == target.embedding_weight.dtype == torch.bfloat16
-    assert logits.dtype == compute_dtype(target.embedding_weight)
-    assert ("states" in target.precision) == (target.compute_dtype != torch.bfloat16)
+    assert (
+        logits.dtype == target.step_dtype == (step_dtype(target.embedding_weight) if target.is_lean else torch.bfloat16)
+    )
+    assert ("states" in target.precision) == (target.step_dtype != torch.bfloat16)
     assert (logits.float() - expected).abs().mean() < 0.05 * expected.std()
