@@ -78,8 +78,8 @@ class GenericModel:
 class HookedCache(KVCache):
     """A `KVCache` together with the view of it that a Hugging Face model takes."""
 
-    def __init__(self, batch_size: int, max_length: int, num_layers: int):
-        super().__init__(batch_size, max_length, num_layers)
+    def __init__(self, batch_size: int, max_length: int, num_layers: int, dtype: torch.dtype | None = None):
+        super().__init__(batch_size, max_length, num_layers, dtype)
         self.append: Append | None = None
         self.view = Cache(layers=[CacheLayer(self, index) for index in range(num_layers)])
 

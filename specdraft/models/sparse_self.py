@@ -276,7 +276,7 @@ class Packed(HookedCache):
     """
 
     def __init__(self, dense: KVCache, config: SparseSelfConfig):
-        super().__init__(1, dense.max_length, len(dense.keys))
+        super().__init__(1, dense.max_length, len(dense.keys), dense.dtype)
         slots = config.size(dense.max_length, config.longest + 1) + config.longest
         self.buffers: list[Tensor] = []
         self.positions: list[Tensor] = []
