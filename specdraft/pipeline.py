@@ -113,7 +113,7 @@ class JobConfig:
             )
         if self.minutes is not None and not (self.answers.max_minutes or math.inf) < self.minutes < math.inf:
             raise UserError(
-                f"minutes: got {self.minutes:g} for answers and training together, allowed: none, or more than answers.max_minutes, which "
+                f"minutes: got {self.minutes:g} for answers and training together, allowed: None, or more than answers.max_minutes, which "
                 f"is {self.answers.max_minutes}"
             )
         if not 0 <= self.cache_gb < math.inf:
@@ -154,7 +154,7 @@ def run(config: RunConfig) -> None:
     """Train a drafter and measure it. Raises UserError for anything wrong in `config` or in what it names."""
     started = time.perf_counter()
     folder = config.output / config.name
-    accelerator, target = start(config)
+    accelerator, target = start(config, config.drafter.tap_layers)
     check_drafter(config, target)
     count = config.measure.prompts + config.measure.trial_prompts
     job = prepare(accelerator, target, config, 1 if config.measure.draft_length else 2, count)

@@ -52,7 +52,7 @@ class AnswerConfig:
 
     def __post_init__(self) -> None:
         if self.max_minutes is not None and not self.max_minutes > 0:
-            raise UserError(f"answers.max_minutes: got {self.max_minutes}, allowed: above 0, or none for no limit")
+            raise UserError(f"answers.max_minutes: got {self.max_minutes}, allowed: above 0, or None for no limit")
         for key in ("max_new_tokens", "batch_size"):
             if getattr(self, key) < 1:
                 raise UserError(f"answers.{key}: got {getattr(self, key)}, allowed: 1 or more")

@@ -25,11 +25,12 @@ class DrafterConfig:
     """What one chooses about a drafter's body; everything else is the target's. The head has a config of its own.
 
     body_init: `target` copies the target's last layer where the shapes agree (fresh weights elsewhere), `random` does not.
-    intermediate_size: width of the MLP; None = the target's.   tap_layers: None = (2, L//2, L-3).
+    intermediate_size: width of the MLP; None = the target's.   tap_layers: of the target, whose inputs the drafter reads; None = (2, L//2, L-3).
     """
 
     body_init: Literal["target", "random"] = "target"
     intermediate_size: int | None = None
+    tap_layers: tuple[int, ...] | None = None
     norm_before_residual: bool = False
     norm_output: bool = False
     fc_norm: bool = False

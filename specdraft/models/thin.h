@@ -225,56 +225,69 @@ inline Floats exp(Floats x) {
     return (Floats)(((Bits)y + ((Bits)shifted << 23)) & keep);
 }
 
-// q [d] . keys [slots,d] -> scores [slots].
-inline void score(const float* q, const float* keys, long slots, long dim, float* scores) {
+// q [d] . keys [count,d] -> scores [count], up to LANES of them.
+inline void score(const float* q, const float* keys, long count, long dim, float* scores) {
     const long whole = dim / LANES * LANES;
-    for (long t = 0; t < slots; t += LANES, keys += LANES * dim) {
-        const long count = std::min(LANES, slots - t);
-        Floats products[LANES];
-        for (auto& p : products) p = Floats{};
-        for (long o = 0; o < count; o++)
-            for (long i = 0; i < whole; i += LANES) products[o] += load<Floats>(q + i) * load<Floats>(keys + o * dim + i);
-        float some[LANES];
-        store(some, sums(products));
-        for (long o = 0; o < count; o++) {
-            for (long i = whole; i < dim; i++) some[o] += q[i] * keys[o * dim + i];
-            scores[t + o] = some[o];
-        }
+    Floats products[LANES];
+    for (auto& p : products) p = Floats{};
+    for (long t = 0; t < count; t++)
+        for (long i = 0; i < whole; i += LANES) products[t] += load<Floats>(q + i) * load<Floats>(keys + t * dim + i);
+    float some[LANES];
+    store(some, sums(products));
+    for (long t = 0; t < count; t++) {
+        for (long i = whole; i < dim; i++) some[t] += q[i] * keys[t * dim + i];
+        scores[t] = some[t];
     }
 }
 
-// W registers of the mean of values [slots,d], by weights [slots].
-template <int W>
-void mean(const float* weights, const float* values, long slots, long dim, float total, float* y) {
-    Floats sums[W];
-    for (auto& s : sums) s = Floats{};
-    for (long t = 0; t < slots; t++, values += dim)
-#pragma GCC unroll 4
-        for (int i = 0; i < W; i++) sums[i] += weights[t] * load<Floats>(values + i * LANES);
-    for (int i = 0; i < W; i++) store(y + i * LANES, sums[i] / total);
-}
-
-// One query over T slots; sees: which of them, null = all. scores: room for T.
-inline void attend(const float* q, const float* keys, const float* values, const bool* sees, long slots, long dim, float* scores,
-                   float* y) {
-    const float scale = 1 / std::sqrt(float(dim));
+// scores [slots] -> their softmax, in place; sees: which of them count, null = all.
+inline void softmax(float* scores, const bool* sees, long slots, float scale) {
     float most = -INFINITY, total = 0;
-    score(q, keys, slots, dim, scores);
     for (long t = 0; t < slots; t++) {
         scores[t] = sees && !sees[t] ? -INFINITY : scores[t] * scale;
         most = std::max(most, scores[t]);
     }
-    long first = 0, i = 0;
-    for (; first + LANES <= slots; first += LANES) store(scores + first, exp(load<Floats>(scores + first) - most));
-    for (long t = first; t < slots; t++) scores[t] = std::exp(scores[t] - most);
-    for (long t = 0; t < slots; t++) total += scores[t];
-    for (; i + 4 * LANES <= dim; i += 4 * LANES) mean<4>(scores, values + i, slots, dim, total, y + i);
-    for (; i + LANES <= dim; i += LANES) mean<1>(scores, values + i, slots, dim, total, y + i);
-    for (; i < dim; i++) {
-        y[i] = 0;
-        for (long t = 0; t < slots; t++) y[i] += scores[t] * values[t * dim + i];
-        y[i] /= total;
-    }
+    long t = 0;
+    for (; t + LANES <= slots; t += LANES) store(scores + t, exp(load<Floats>(scores + t) - most));
+    for (; t < slots; t++) scores[t] = std::exp(scores[t] - most);
+    for (t = 0; t < slots; t++) total += scores[t];
+    for (t = 0; t < slots; t++) scores[t] /= total;
+}
+
+// y [W registers] += weights [count] @ values [count,..], their rows `dim` apart. Two sums each: their additions do not wait for each other.
+template <int W>
+void add_weighted(const float* weights, const float* values, long count, long dim, float* y) {
+    Floats even[W], odd[W];
+    for (int i = 0; i < W; i++) even[i] = load<Floats>(y + i * LANES), odd[i] = Floats{};
+    long t = 0;
+    for (; t + 2 <= count; t += 2, values += 2 * dim)
+#pragma GCC unroll 4
+        for (int i = 0; i < W; i++) {
+            even[i] += weights[t] * load<Floats>(values + i * LANES);
+            odd[i] += weights[t + 1] * load<Floats>(values + dim + i * LANES);
+        }
+    for (int i = 0; i < W; i++) store(y + i * LANES, t < count ? even[i] + odd[i] + weights[t] * load<Floats>(values + i * LANES) : even[i] + odd[i]);
+}
+
+// q [queries,d], which share keys and values [slots,d] -> y [queries,d]. A few slots at a time pass through the first cache for all queries.
+// sees: which slots, null = all. scores: room for [queries,slots].
+inline void attend(const float* q, long queries, const float* keys, const float* values, const bool* sees, long slots, long dim, float* scores,
+                   float* y) {
+    for (long t = 0; t < slots; t += LANES)
+        for (long h = 0; h < queries; h++) score(q + h * dim, keys + t * dim, std::min(LANES, slots - t), dim, scores + h * slots + t);
+    for (long h = 0; h < queries; h++) softmax(scores + h * slots, sees, slots, 1 / std::sqrt(float(dim)));
+    std::fill(y, y + queries * dim, 0.0f);
+    for (long t = 0; t < slots; t += BLOCK)
+        for (long h = 0; h < queries; h++) {
+            const long count = std::min(BLOCK, slots - t);
+            const float *const weights = scores + h * slots + t, *const some = values + t * dim;
+            float* const to = y + h * dim;
+            long i = 0;
+            for (; i + 4 * LANES <= dim; i += 4 * LANES) add_weighted<4>(weights, some + i, count, dim, to + i);
+            for (; i + LANES <= dim; i += LANES) add_weighted<1>(weights, some + i, count, dim, to + i);
+            for (long k = 0; k < count; k++)
+                for (long j = i; j < dim; j++) to[j] += weights[k] * some[k * dim + j];
+        }
 }
 
 // gate <- silu(gate) * up
@@ -317,16 +330,18 @@ inline void block(const Sizes& size, const Block& weights, const Slots& slots, c
                   Room& room) {
     const long width = size.width, mlp_width = size.mlp_width, heads = size.heads, dim = size.head_dim;
     static thread_local std::vector<float> own_scores, own_x;
-    own_scores.resize(slots.count);
+    const long shared = heads / size.kv_heads;  // queries that share keys and values
+    own_scores.resize(shared * slots.count);
     own_x.resize(n * std::max(width, mlp_width));
     float *const scores = own_scores.data(), *const x = own_x.data();
     float *const sum = room.sum.data(), *const gate_up = room.gate_up.data(), *const attended = room.attended.data();
 #pragma omp for schedule(static)
-    for (long i = 0; i < n * heads; i++) {
-        const long row = i / heads, head = i % heads, kv = head / (heads / size.kv_heads) * slots.stride;
+    for (long i = 0; i < n * size.kv_heads; i++) {
+        const long row = i / size.kv_heads, kv = i % size.kv_heads * slots.stride, head = i % size.kv_heads * shared;
         const bool* sees = slots.sees ? slots.sees + row * slots.count : nullptr;
         const long seen = sees ? slots.count : slots.count - (n - 1 - row);
-        attend(q + row * q_stride + head * dim, slots.keys + kv, slots.values + kv, sees, seen, dim, scores, attended + i * dim);
+        attend(q + row * q_stride + head * dim, shared, slots.keys + kv, slots.values + kv, sees, seen, dim, scores,
+               attended + (row * heads + head) * dim);
     }
     product(attended, weights.out, weights.out_bias, sum, n, heads * dim, width);
     for (long i = 0; i < n * width; i++) state[i] += sum[i];

@@ -12,6 +12,7 @@ import pytest
 from accelerate.state import AcceleratorState
 from safetensors import safe_open
 
+from specdraft.models.checkpoint import read_taps
 from specdraft.testing import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -79,11 +80,12 @@ def test_slimspec_from_prompts_to_summary(workdir):
 
 @pytest.mark.parametrize("kind", ["full", "trimmed"])
 def test_eagle3_shares_the_pipeline(workdir, kind):
-    size = ["--head.vocab-size=290"] if kind == "trimmed" else []
+    size = ["--head.vocab-size=290", "--drafter.tap-layers", "1", "4", "5"] if kind == "trimmed" else []
     done = run("recipes/train_eagle3.py", *TINY, f"--name={kind}", f"--head.kind={kind}", *size, cwd=workdir)
     assert done.returncode == 0, done.stderr
     found = json.loads((workdir / "runs" / kind / "summary.json").read_text())
     assert found["head"]["rows"] == {"full": 320, "trimmed": 290}[kind]
+    assert (read_taps(workdir / "runs" / kind / "drafter") == (1, 4, 5)) == (kind == "trimmed")
 
 
 @pytest.fixture(scope="module")
