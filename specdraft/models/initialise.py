@@ -25,7 +25,8 @@ class DrafterConfig:
     """What one chooses about a drafter's body; everything else is the target's. The head has a config of its own.
 
     body_init: `target` copies the target's last layer where the shapes agree (fresh weights elsewhere), `random` does not.
-    intermediate_size: width of the MLP; None = the target's.   tap_layers: of the target, whose inputs the drafter reads; None = (2, L//2, L-3).
+    intermediate_size: width of the MLP; None = the target's.   tap_layers: the target's layers whose inputs it
+    reads; None = (2, L//2, L-3).
     """
 
     body_init: Literal["target", "random"] = "target"
