@@ -39,6 +39,7 @@ from specdraft.decoding.answers import (
 from specdraft.decoding.length_policies import Fixed
 from specdraft.decoding.measure import Contender, Speedup, drafts, measure_speedups
 from specdraft.decoding.sampling import Sampling
+from specdraft.losses import LOSSES, LossConfig
 from specdraft.models.checkpoint import load_drafter, save_drafter
 from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.heads import HeadConfig, check_vocabulary, head_rank
@@ -47,6 +48,7 @@ from specdraft.models.target import TargetModel
 from specdraft.provenance import hash_json, require_disk, sole_writer
 from specdraft.training.loop import TrainConfig, Trainer, TrainResult
 from specdraft.training.objective import ObjectiveConfig, Rows, supervised_counts
+from specdraft.training.optim import OptimConfig
 from specdraft.training.processes import make_accelerator
 
 WHITENING_TOKENS = 16384
@@ -74,8 +76,10 @@ class MeasureConfig:
 
 def half_an_hour() -> TrainConfig:
     """What fits into half an hour on two CPU cores, answers and measuring included (docs/log.md)."""
-    objective = ObjectiveConfig(steps=3, sampled_vocab=8192)
-    return TrainConfig(epochs=12, tokens_per_batch=512, eval_every=0, save_every=600, objective=objective)
+    loss = LossConfig(terms={name: float(name == "lk_hybrid") for name in LOSSES})
+    objective = ObjectiveConfig(steps=3, sampled_vocab=8192, loss=loss)
+    optim = OptimConfig("auto", lr=2e-3, head_lr=1e-3)
+    return TrainConfig(epochs=12, tokens_per_batch=1024, eval_every=0, save_every=300, objective=objective, optim=optim)
 
 
 @dataclass

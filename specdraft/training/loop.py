@@ -42,7 +42,7 @@ from specdraft.training import checkpoint
 from specdraft.training.metrics import Report, Window
 from specdraft.training.objective import Objective, ObjectiveConfig, Rows, denominators, supervised_counts
 from specdraft.training.optim import OptimConfig, build_optimizers, schedule, set_learning_rate
-from specdraft.training.processes import Interrupt, check_optimizers, check_processes
+from specdraft.training.processes import Interrupt, check_processes, choose_optimizer
 
 DRAFTER = "drafter."  # the drafter's name in Objective's state
 FREE = ("eval_every", "save_every", "log_every", "keep", "tracker", "processes", "resume")  # may change on resume
@@ -186,7 +186,7 @@ class Trainer:
             UserError: nothing to learn or to evaluate on; an optimiser that the parallel scheme cannot run.
         """
         check_processes(accelerator, config.processes)
-        check_optimizers(accelerator, config.optim.name)
+        optim = choose_optimizer(accelerator, config.optim)
         self.accelerator, self.drafter, self.states = accelerator, drafter, states
         self.config, self.output = config, output
         self.train = supervised(train, config.objective.steps, "training data")
@@ -201,7 +201,7 @@ class Trainer:
         self.state_bytes = 12 * sum(parameter.numel() for parameter in head + body)  # weights and two moments, fp32
         _configure_deepspeed(accelerator, config)
         objective = Objective(drafter, target, config.objective, count_tokens(self.train, target.vocab_size))
-        self.model, *self.optimizers = accelerator.prepare(objective, *build_optimizers(body, head, config.optim))
+        self.model, *self.optimizers = accelerator.prepare(objective, *build_optimizers(body, head, optim))
         if isinstance(self.model, DistributedDataParallel):
             self.model.broadcast_buffers = False  # constants: rotary tables and vocabulary ids
         self.step, self.tokens, self.epochs = 0, 0, 0.0

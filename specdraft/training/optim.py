@@ -24,9 +24,10 @@ class OptimConfig:
     """lr: peak rate of the body; head_lr: of the head, None = lr. weight_decay: of matrices only, never of norms.
     warmup: share of the run over which the rate rises from zero; then a cosine down to `floor` x peak.
     clip: largest norm of the whole gradient (0 = no clipping). betas, eps: AdamW's; momentum: Muon's.
-    Muon steps are scaled to the RMS of AdamW steps (arXiv 2502.16982), so lr and weight_decay mean the same for both."""
+    Muon steps are scaled to the RMS of AdamW steps (arXiv 2502.16982), so lr and weight_decay mean the same for both.
+    name `auto`: Muon, or AdamW at the head's rate where processes share matrices (FSDP, DeepSpeed), which Muon must see whole."""
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: Literal["adamw", "muon", "auto"] = "adamw"
     lr: float = 1e-3
     head_lr: float | None = None
     weight_decay: float = 0.0

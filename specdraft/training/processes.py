@@ -10,6 +10,7 @@ import datetime
 import importlib.util
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -20,6 +21,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from specdraft.config import UserError
 from specdraft.provenance import has_bf16_products
+from specdraft.training.optim import OptimConfig
 
 # How long a collective may wait: one process measures the speedup, or answers its share longer than the others, while they
 # wait at a barrier. torch's own limit of 10 minutes (NCCL) would end such a run after all the training.
@@ -66,13 +68,21 @@ def make_accelerator(mixed_precision: str, processes: int | None, tracker: str, 
     return accelerator
 
 
-def check_optimizers(accelerator: Accelerator, name: str) -> None:
-    """Raises UserError where the parallel scheme cannot run the optimiser."""
-    if name == "muon" and accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+def choose_optimizer(accelerator: Accelerator, config: OptimConfig) -> OptimConfig:
+    """What `auto` means here. Raises UserError where the parallel scheme cannot run the optimiser."""
+    is_sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    if config.name == "auto":
+        return (
+            replace(config, name="adamw", lr=config.head_lr or config.lr)
+            if is_sharded
+            else replace(config, name="muon")
+        )
+    if config.name == "muon" and is_sharded:
         raise UserError(
             f"optim.name: got muon under {accelerator.distributed_type.value}, which shards the matrices that muon must "
-            "see whole; give adamw, or launch with recipes/launch/ddp.yaml"
+            "see whole; give adamw or auto, or launch with recipes/launch/ddp.yaml"
         )
+    return config
 
 
 def check_processes(accelerator: Accelerator, wanted: int | None) -> None:

@@ -4,13 +4,16 @@ import datetime
 import os
 import signal
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 
 from specdraft.config import UserError
-from specdraft.training.processes import Interrupt, check_processes, make_accelerator
+from specdraft.training.optim import OptimConfig
+from specdraft.training.processes import Interrupt, check_processes, choose_optimizer, make_accelerator
 
 
 @pytest.fixture(autouse=True)
@@ -76,3 +79,15 @@ def test_bf16_only_where_the_processor_has_it(has_products, precision, tmp_path,
     """Emulated, a step on an AVX2 processor took five times as long as in fp32."""
     monkeypatch.setattr("specdraft.training.processes.has_bf16_products", lambda device: has_products)
     assert make_accelerator("bf16", None, "none", tmp_path).mixed_precision == precision
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name", "lr"), [("NO", "muon", 2e-3), ("MULTI_CPU", "muon", 2e-3), ("FSDP", "adamw", 1e-3)]
+)
+def test_the_optimizer_is_muon_where_every_process_has_whole_matrices(scheme, name, lr):
+    accelerator = SimpleNamespace(distributed_type=DistributedType[scheme])
+    chosen = choose_optimizer(accelerator, OptimConfig("auto", lr=2e-3, head_lr=1e-3))
+    assert (chosen.name, chosen.lr, chosen.head_lr) == (name, lr, 1e-3)
+    if scheme == "FSDP":
+        with pytest.raises(UserError, match="give adamw or auto"):
+            choose_optimizer(accelerator, OptimConfig("muon"))
