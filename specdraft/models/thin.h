@@ -225,33 +225,41 @@ inline Floats exp(Floats x) {
     return (Floats)(((Bits)y + ((Bits)shifted << 23)) & keep);
 }
 
-// q [d] . keys [count,d] -> scores [count], up to LANES of them.
+// q [d] . keys [count,d] -> scores [LANES], the first `count` of which mean something.
 inline void score(const float* q, const float* keys, long count, long dim, float* scores) {
     const long whole = dim / LANES * LANES;
     Floats products[LANES];
     for (auto& p : products) p = Floats{};
-    for (long t = 0; t < count; t++)
-        for (long i = 0; i < whole; i += LANES) products[t] += load<Floats>(q + i) * load<Floats>(keys + t * dim + i);
-    float some[LANES];
-    store(some, sums(products));
-    for (long t = 0; t < count; t++) {
-        for (long i = whole; i < dim; i++) some[t] += q[i] * keys[t * dim + i];
-        scores[t] = some[t];
+    for (long i = 0; i < whole; i += LANES) {
+        const Floats part = load<Floats>(q + i);
+#pragma GCC unroll 16
+        for (long t = 0; t < LANES; t++) products[t] += part * load<Floats>(keys + std::min(t, count - 1) * dim + i);
     }
+    store(scores, sums(products));
+    for (long i = whole; i < dim; i++)
+        for (long t = 0; t < count; t++) scores[t] += q[i] * keys[t * dim + i];
 }
 
-// scores [slots] -> their softmax, in place; sees: which of them count, null = all.
+// Scores of `slots`, with room up to the next multiple of LANES -> their softmax, in place; sees: which of them count, null = all.
 inline void softmax(float* scores, const bool* sees, long slots, float scale) {
-    float most = -INFINITY, total = 0;
-    for (long t = 0; t < slots; t++) {
-        scores[t] = sees && !sees[t] ? -INFINITY : scores[t] * scale;
-        most = std::max(most, scores[t]);
+    long end = slots;
+    for (; end % LANES; end++) scores[end] = -INFINITY;
+    for (long t = 0; sees && t < slots; t++)
+        if (!sees[t]) scores[t] = -INFINITY;
+    Floats most = load<Floats>(scores), total = Floats{};
+    for (long t = LANES; t < end; t += LANES) {
+        const Floats some = load<Floats>(scores + t);
+        most = some > most ? some : most;
     }
-    long t = 0;
-    for (; t + LANES <= slots; t += LANES) store(scores + t, exp(load<Floats>(scores + t) - most));
-    for (; t < slots; t++) scores[t] = std::exp(scores[t] - most);
-    for (t = 0; t < slots; t++) total += scores[t];
-    for (t = 0; t < slots; t++) scores[t] /= total;
+    const float highest = *std::max_element(reinterpret_cast<float*>(&most), reinterpret_cast<float*>(&most) + LANES);
+    for (long t = 0; t < end; t += LANES) {
+        const Floats weight = exp((load<Floats>(scores + t) - highest) * scale);
+        store(scores + t, weight);
+        total += weight;
+    }
+    float sum = 0;
+    for (long lane = 0; lane < LANES; lane++) sum += total[lane];
+    for (long t = 0; t < end; t += LANES) store(scores + t, load<Floats>(scores + t) / sum);
 }
 
 // y [W registers] += weights [count] @ values [count,..], their rows `dim` apart. Two sums each: their additions do not wait for each other.
@@ -270,17 +278,18 @@ void add_weighted(const float* weights, const float* values, long count, long di
 }
 
 // q [queries,d], which share keys and values [slots,d] -> y [queries,d]. A few slots at a time pass through the first cache for all queries.
-// sees: which slots, null = all. scores: room for [queries,slots].
+// sees: which slots, null = all. scores: room for [queries,slots + LANES].
 inline void attend(const float* q, long queries, const float* keys, const float* values, const bool* sees, long slots, long dim, float* scores,
                    float* y) {
+    const long stride = slots + LANES;
     for (long t = 0; t < slots; t += LANES)
-        for (long h = 0; h < queries; h++) score(q + h * dim, keys + t * dim, std::min(LANES, slots - t), dim, scores + h * slots + t);
-    for (long h = 0; h < queries; h++) softmax(scores + h * slots, sees, slots, 1 / std::sqrt(float(dim)));
+        for (long h = 0; h < queries; h++) score(q + h * dim, keys + t * dim, std::min(LANES, slots - t), dim, scores + h * stride + t);
+    for (long h = 0; h < queries; h++) softmax(scores + h * stride, sees, slots, 1 / std::sqrt(float(dim)));
     std::fill(y, y + queries * dim, 0.0f);
     for (long t = 0; t < slots; t += BLOCK)
         for (long h = 0; h < queries; h++) {
             const long count = std::min(BLOCK, slots - t);
-            const float *const weights = scores + h * slots + t, *const some = values + t * dim;
+            const float *const weights = scores + h * stride + t, *const some = values + t * dim;
             float* const to = y + h * dim;
             long i = 0;
             for (; i + 4 * LANES <= dim; i += 4 * LANES) add_weighted<4>(weights, some + i, count, dim, to + i);
@@ -331,7 +340,7 @@ inline void block(const Sizes& size, const Block& weights, const Slots& slots, c
     const long width = size.width, mlp_width = size.mlp_width, heads = size.heads, dim = size.head_dim;
     static thread_local std::vector<float> own_scores, own_x;
     const long shared = heads / size.kv_heads;  // queries that share keys and values
-    own_scores.resize(shared * slots.count);
+    own_scores.resize(shared * (slots.count + LANES));
     own_x.resize(n * std::max(width, mlp_width));
     float *const scores = own_scores.data(), *const x = own_x.data();
     float *const sum = room.sum.data(), *const gate_up = room.gate_up.data(), *const attended = room.attended.data();
