@@ -229,11 +229,17 @@ inline Floats exp(Floats x) {
 inline void score(const float* q, const float* keys, long count, long dim, float* scores) {
     const long whole = dim / LANES * LANES;
     Floats products[LANES];
-    for (auto& p : products) p = Floats{};
-    for (long i = 0; i < whole; i += LANES) {
-        const Floats part = load<Floats>(q + i);
-#pragma GCC unroll 16
-        for (long t = 0; t < LANES; t++) products[t] += part * load<Floats>(keys + std::min(t, count - 1) * dim + i);
+    for (long t = 0; t < LANES; t += 4) {  // of so many the sums stay in registers
+        const float* at[4];
+        for (long o = 0; o < 4; o++) at[o] = keys + std::min(t + o, count - 1) * dim;
+        Floats sum[4] = {};
+        for (long i = 0; i < whole; i += LANES) {
+            const Floats part = load<Floats>(q + i);
+#pragma GCC unroll 4
+            for (long o = 0; o < 4; o++) sum[o] += part * load<Floats>(at[o] + i);
+        }
+#pragma GCC unroll 4
+        for (long o = 0; o < 4; o++) products[t + o] = sum[o];
     }
     store(scores, sums(products));
     for (long i = whole; i < dim; i++)
