@@ -39,7 +39,8 @@ COMPACT = 0.85  # places are filled again, or given up, when this share of them 
 @dataclass
 class AnswerConfig:
     """max_new_tokens: tokens an answer may have.  batch_size: rows decoded together.  temperature, top_k, top_p: as in
-    `Sampling`; 0 = greedy.  seed: of the sampling; every prompt draws from its own stream, whatever the batch.
+    `Sampling`; 0 = greedy.  greedy_after: so many tokens of an answer are sampled, the rest is greedy: other text than the
+    greedy answer, of the same kind; None = all are sampled.  seed: of the sampling; every prompt draws from its own stream, whatever the batch.
     max_minutes: of answering, earlier runs into the same file included: prompts that do not fit are left out; None = all."""
 
     max_new_tokens: int = 192
@@ -47,14 +48,15 @@ class AnswerConfig:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    greedy_after: int | None = None
     seed: int = 0
     max_minutes: float | None = None
 
     def __post_init__(self) -> None:
         if self.max_minutes is not None and not self.max_minutes > 0:
             raise UserError(f"answers.max_minutes: got {self.max_minutes}, allowed: above 0, or None for no limit")
-        for key in ("max_new_tokens", "batch_size"):
-            if getattr(self, key) < 1:
+        for key in ("max_new_tokens", "batch_size", "greedy_after"):
+            if getattr(self, key) is not None and getattr(self, key) < 1:
                 raise UserError(f"answers.{key}: got {getattr(self, key)}, allowed: 1 or more")
         _ = self.sampling  # checks its own
 
@@ -260,7 +262,7 @@ class _Batch:
     def _sample(self, places: list[int], logits: Tensor) -> Ended:
         """logits [n, V] -> the next token of the answers in n places; those that end with it leave."""
         ended = []
-        tokens = _draw(logits, [self.places[place].generator for place in places], self.config.sampling)
+        tokens = _draw(logits, [self._generator(place) for place in places], self.config.sampling)
         for place, token in zip(places, tokens, strict=True):
             conversation = self.places[place].conversation
             conversation.input_ids.append(token)
@@ -271,6 +273,12 @@ class _Batch:
                 ended.append((conversation, self._states(self.places[place])))
                 self.places[place] = None
         return ended
+
+    def _generator(self, place: int) -> torch.Generator | None:
+        """What the next token of an answer is drawn with; None = it is the most likely one."""
+        start, end = self.places[place].conversation.spans[-1]
+        greedy_after = self.config.greedy_after
+        return None if greedy_after is not None and end - start >= greedy_after else self.places[place].generator
 
     def _states(self, answer: _Answer) -> States | None:
         """Of every token. The last one was never run: its state is zero, and no row is trained that would read it."""
@@ -304,11 +312,13 @@ def _parts(lengths: list[int], device: torch.device) -> Iterator[slice]:
 
 
 def _draw(logits: Tensor, generators: list[torch.Generator | None], sampling: Sampling) -> list[int]:
-    """logits [B, V] -> one token a row."""
-    if sampling.greedy:
-        return greedy(logits).tolist()
-    laws = sampling.law(logits)
-    return [int(draw(law, generator)) for law, generator in zip(laws, generators, strict=True)]
+    """logits [n, V] -> one token a row, the most likely one where it has no generator."""
+    tokens = greedy(logits).tolist()
+    drawn = [row for row, generator in enumerate(generators) if generator is not None]
+    if drawn:
+        for row, law in zip(drawn, sampling.law(logits[drawn]), strict=True):
+            tokens[row] = int(draw(law, generators[row]))
+    return tokens
 
 
 def _generator(conversation: Conversation, config: AnswerConfig) -> torch.Generator | None:

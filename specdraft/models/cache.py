@@ -144,8 +144,8 @@ class KVCache:
 class Append:
     """Where n new tokens of every row go, and what each may attend to. Made once a forward pass, shared by its layers.
 
-    start: first new slot of the shortest row; end: one past the last slot in use by any row; width: number of slots that
-    attention reads, at least end.
+    lengths: slots in use by each row before.   start: first new slot of the shortest row; end: one past the last slot in use by any
+    row; width: number of slots that attention reads, at least end.   before: `lengths` as a tensor [B].
     rows [B,1], slots [B,n]: index of the new slots where the rows have different lengths, else None: they are start..end.
     positions: rotary positions [B or 1, n] where they are not start..end, else None.
     mask: boolean, broadcastable to [B,1,n,width], made when it is asked for; None where nothing is hidden, or where the
@@ -163,7 +163,7 @@ class Append:
         mask: Tensor | None = None,
         last_position: int | None = None,
     ):
-        self.start, self.end, self.width = min(lengths), max(lengths) + n, width
+        self.lengths, self.start, self.end, self.width = lengths, min(lengths), max(lengths) + n, width
         self.device = device
         self.rows = self.slots = None
         if self.start + n != self.end:
@@ -174,6 +174,10 @@ class Append:
             self.positions = self.slots.clamp_max(last_position)
         self.is_causal = mask is None and self.end == n
         self.n, self.given_mask = n, mask
+
+    @cached_property
+    def before(self) -> Tensor:
+        return torch.tensor(self.lengths, device=self.device)
 
     @cached_property
     def mask(self) -> Tensor | None:

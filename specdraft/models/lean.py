@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from specdraft.models import row_attention
 from specdraft.models.attention import Attention, AttentionInputs
 from specdraft.models.cache import Append, KVCache
 from specdraft.models.decode_layers import DecodeLayers, are_supported
@@ -23,7 +24,7 @@ from specdraft.models.thin_products import Sizes
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose table does not depend on the length of the text
 CAUSAL_BLOCK = 64  # tokens whose scores are computed at once
-PRODUCT_ROWS = 64  # up to so many queries a key head, a batch is attended to by batched products
+PRODUCT_ROWS = 64  # up to so many queries a key head, a batch is attended to row by row, or by batched products
 
 
 def is_supported(model: nn.Module) -> bool:
@@ -118,7 +119,8 @@ class LeanModel:
         is_step = cache is not None and cache.is_single and append.n <= FEW_ROWS
         if self.compiled is not None and is_step and attention is None:
             return self.compiled.forward(hidden, rotary.cos, rotary.sin, cache, append, taps)
-        mask = self._mask(append, dtype)
+        by_rows = attention is None and cache is not None and self._reads_rows(hidden, append)
+        mask = None if by_rows else self._mask(append, dtype)
         tapped = []
         for index, layer in enumerate(self.layers):
             if index in taps:
@@ -133,6 +135,8 @@ class LeanModel:
                 attended = attended.flatten(2)
             elif append.is_causal:
                 attended = attend_causally(q, keys, values)
+            elif by_rows:
+                attended = row_attention.attend_rows(q, *stored, append.before)
             else:
                 attended = attend(q, *stored, mask)
             hidden = hidden + layer.out(attended)
@@ -149,6 +153,12 @@ class LeanModel:
             qk = torch.cat((layer.q_norm(qk[:, :, :heads]), layer.k_norm(qk[:, :, heads:])), dim=2)
         qk = rotary(qk)
         return qk[:, :, :heads], qk[:, :, heads:], qkv[:, :, turned:]
+
+    def _reads_rows(self, hidden: Tensor, append: Append) -> bool:
+        """Whether each row of a batch attends to its own slots only, by `attend_rows`."""
+        queries = append.n * self.num_heads // self.num_kv
+        is_plain = len(hidden) > 1 and append.given_mask is None and not append.is_causal
+        return is_plain and queries <= PRODUCT_ROWS and row_attention.is_supported(hidden)
 
     def _mask(self, append: Append, dtype: torch.dtype) -> Tensor | None:
         """The mask as numbers to add, for the rows of `attend`: [B or 1, 1, N/G*n or 1, width]."""

@@ -13,6 +13,8 @@
 #include <cstring>
 #include <vector>
 
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
 namespace thin {
 namespace {  // else two libraries in one process, of different instructions, would share functions
 
@@ -25,6 +27,7 @@ using Input = float;
 #endif
 using Floats = float __attribute__((vector_size(4 * LANES)));
 using Bits = uint32_t __attribute__((vector_size(4 * LANES)));
+using Halves = uint16_t __attribute__((vector_size(2 * LANES)));
 
 constexpr long GROUP = 2 * LANES;  // columns that one load of weights holds
 constexpr long BLOCK = 32;         // rows of w that stay in the first cache while all rows of x pass
@@ -150,9 +153,15 @@ constexpr Dot DOTS[MOST] = {dot<1, 4, 2>, dot<2, 2, 2>, dot<3, 2, 2>, dot<4, 1, 
 // The sums of `count` vectors, plus a bias that may be null.
 inline void add_up(const Floats* totals, const uint16_t* bias, float* y, long count) {
     for (long o = 0; o < count; o += LANES) {
-        float numbers[LANES];
-        store(numbers, sums(totals + o));
-        for (long lane = 0; lane < std::min(LANES, count - o); lane++) y[o + lane] = numbers[lane] + (bias ? widen(bias[o + lane]) : 0.0f);
+        const long some = std::min(LANES, count - o);
+        float own[LANES] = {};
+        for (long lane = 0; bias && lane < some; lane++) own[lane] = widen(bias[o + lane]);
+        Floats total = sums(totals + o);
+        if (bias) total += load<Floats>(own);
+        if (some == LANES)
+            store(y + o, total);
+        else
+            std::memcpy(y + o, &total, some * sizeof(float));
     }
 }
 
@@ -226,7 +235,7 @@ inline Floats exp(Floats x) {
 }
 
 // q [d] . keys [count,d] -> scores [LANES], the first `count` of which mean something.
-inline void score(const float* q, const float* keys, long count, long dim, float* scores) {
+ALWAYS_INLINE void score(const float* q, const float* keys, long count, long dim, float* scores) {
     const long whole = dim / LANES * LANES;
     Floats products[LANES];
     for (long t = 0; t < LANES; t += 4) {  // of so many the sums stay in registers
@@ -283,19 +292,49 @@ void add_weighted(const float* weights, const float* values, long count, long di
     for (int i = 0; i < W; i++) store(y + i * LANES, t < count ? even[i] + odd[i] + weights[t] * load<Floats>(values + i * LANES) : even[i] + odd[i]);
 }
 
-// q [queries,d], which share keys and values [slots,d] -> y [queries,d]. A few slots at a time pass through the first cache for all queries.
-// sees: which slots, null = all. scores: room for [queries,slots + LANES].
-inline void attend(const float* q, long queries, const float* keys, const float* values, const bool* sees, long slots, long dim, float* scores,
-                   float* y) {
+// Numbers in fp32: where they are, or widened into `room`.
+inline const float* wide(const float* at, long, float*) { return at; }
+
+inline const float* wide(const uint16_t* at, long count, float* room) {
+    long i = 0;
+    for (; i + LANES <= count; i += LANES) __builtin_prefetch(reinterpret_cast<const char*>(at + i) + AHEAD), store(room + i, (Floats)(__builtin_convertvector(load<Halves>(at + i), Bits) << 16));
+    for (; i < count; i++) room[i] = widen(at[i]);
+    return room;
+}
+
+// The way back, rounded to the nearest, ties to even.
+inline void narrow(const float* from, long count, float* to) { std::copy_n(from, count, to); }
+
+inline void narrow(const float* from, long count, uint16_t* to) {
+    for (long i = 0; i < count; i++) {
+        uint32_t bits;
+        std::memcpy(&bits, from + i, 4);
+        to[i] = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    }
+}
+
+// Room that attend needs.
+inline long attention_room(long queries, long slots, long dim) { return BLOCK * dim + queries * (slots + LANES); }
+
+// q [queries,d], which share keys and values [slots,d], fp32 or bf16 -> y [queries,d]. A few slots at a time pass through the first cache
+// for all queries. sees: which slots, null = all.
+template <class Number>
+ALWAYS_INLINE void attend_of(long dim, const float* q, long queries, const Number* keys, const Number* values, const bool* sees, long slots,
+                             float* room, float* y) {
     const long stride = slots + LANES;
-    for (long t = 0; t < slots; t += LANES)
-        for (long h = 0; h < queries; h++) score(q + h * dim, keys + t * dim, std::min(LANES, slots - t), dim, scores + h * stride + t);
+    float* const scores = room + BLOCK * dim;
+    for (long t = 0; t < slots; t += LANES) {
+        const long count = std::min(LANES, slots - t);
+        const float* some = wide(keys + t * dim, count * dim, room);
+        for (long h = 0; h < queries; h++) score(q + h * dim, some, count, dim, scores + h * stride + t);
+    }
     for (long h = 0; h < queries; h++) softmax(scores + h * stride, sees, slots, 1 / std::sqrt(float(dim)));
     std::fill(y, y + queries * dim, 0.0f);
-    for (long t = 0; t < slots; t += BLOCK)
+    for (long t = 0; t < slots; t += BLOCK) {
+        const long count = std::min(BLOCK, slots - t);
+        const float* some = wide(values + t * dim, count * dim, room);
         for (long h = 0; h < queries; h++) {
-            const long count = std::min(BLOCK, slots - t);
-            const float *const weights = scores + h * stride + t, *const some = values + t * dim;
+            const float* const weights = scores + h * stride + t;
             float* const to = y + h * dim;
             long i = 0;
             for (; i + 4 * LANES <= dim; i += 4 * LANES) add_weighted<4>(weights, some + i, count, dim, to + i);
@@ -303,6 +342,16 @@ inline void attend(const float* q, long queries, const float* keys, const float*
             for (long k = 0; k < count; k++)
                 for (long j = i; j < dim; j++) to[j] += weights[k] * some[k * dim + j];
         }
+    }
+}
+
+// The usual widths are known to the compiler, which halves the time.
+template <class Number>
+void attend(const float* q, long queries, const Number* keys, const Number* values, const bool* sees, long slots, long dim, float* room,
+            float* y) {
+    if (dim == 64) return attend_of(64, q, queries, keys, values, sees, slots, room, y);
+    if (dim == 128) return attend_of(128, q, queries, keys, values, sees, slots, room, y);
+    attend_of(dim, q, queries, keys, values, sees, slots, room, y);
 }
 
 // gate <- silu(gate) * up
@@ -344,18 +393,18 @@ struct Room {
 inline void block(const Sizes& size, const Block& weights, const Slots& slots, const float* q, long q_stride, long n, float* state,
                   Room& room) {
     const long width = size.width, mlp_width = size.mlp_width, heads = size.heads, dim = size.head_dim;
-    static thread_local std::vector<float> own_scores, own_x;
+    static thread_local std::vector<float> own_room, own_x;
     const long shared = heads / size.kv_heads;  // queries that share keys and values
-    own_scores.resize(shared * (slots.count + LANES));
+    own_room.resize(attention_room(shared, slots.count, dim));
     own_x.resize(n * std::max(width, mlp_width));
-    float *const scores = own_scores.data(), *const x = own_x.data();
+    float* const x = own_x.data();
     float *const sum = room.sum.data(), *const gate_up = room.gate_up.data(), *const attended = room.attended.data();
 #pragma omp for schedule(static)
     for (long i = 0; i < n * size.kv_heads; i++) {
         const long row = i / size.kv_heads, kv = i % size.kv_heads * slots.stride, head = i % size.kv_heads * shared;
         const bool* sees = slots.sees ? slots.sees + row * slots.count : nullptr;
         const long seen = sees ? slots.count : slots.count - (n - 1 - row);
-        attend(q + row * q_stride + head * dim, shared, slots.keys + kv, slots.values + kv, sees, seen, dim, scores,
+        attend(q + row * q_stride + head * dim, shared, slots.keys + kv, slots.values + kv, sees, seen, dim, own_room.data(),
                attended + (row * heads + head) * dim);
     }
     product(attended, weights.out, weights.out_bias, sum, n, heads * dim, width);

@@ -4,7 +4,7 @@ Such a step waits for memory: thin_products.cpp reads every weight once, for up 
 where the processor has no bf16 instructions (8 rows take 7 times as long as one), or wants them in fp32: twice the memory traffic.
 Where it has, they multiply pairs, and x is rounded to bf16 as torch would. The files are compiled on first use by the C++ compiler,
 into ~/.cache/specdraft; where there is none, models run in torch. The layers that are made of such products are compiled with them
-(draft_layer.py, decode_layers.py). It knows nothing of models.
+(draft_layer.py, decode_layers.py), and a batch's attention (row_attention.py). It knows nothing of models.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from torch import Tensor
 from specdraft.config import UserError
 from specdraft.provenance import atomic_path, cache_folder, has_bf16_products, hash_json
 
-NAMES = ("thin.h", "thin_products.cpp", "draft_layer.cpp", "decode_layers.cpp")
+NAMES = ("thin.h", "thin_products.cpp", "draft_layer.cpp", "decode_layers.cpp", "row_attention.cpp", "largest.cpp")
 SOURCES = [Path(__file__).with_name(name) for name in NAMES]
+MOST_LARGEST = 64
 FLAGS = ("-O3", "-fopenmp", "-shared", "-fPIC", "-std=c++17")
 AVX2 = ("-mavx2", "-mfma")
 AVX512_BF16 = (*AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "bf16")), "-mprefer-vector-width=512")
@@ -75,6 +76,20 @@ def thin_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return y
 
 
+def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """logits [w,S] -> of every row the `count` largest [w,count], largest first, their columns [w,count], and the log of the sum of all
+    exponentials [w,1]. torch orders all columns of a row to find three."""
+    compiled = library() if logits.dtype == torch.float32 and logits.device.type == "cpu" else None
+    if compiled is None or count > MOST_LARGEST:
+        return *logits.topk(count), logits.logsumexp(-1, keepdim=True)
+    logits, (rows, columns) = logits.contiguous(), logits.shape
+    values, log_total = logits.new_empty(rows, count), logits.new_empty(rows, 1)
+    places = torch.empty(rows, count, dtype=torch.int64)
+    at = (values.data_ptr(), places.data_ptr(), log_total.data_ptr())
+    compiled.largest(logits.data_ptr(), rows, columns, count, *at)
+    return values, places, log_total
+
+
 def library() -> ctypes.CDLL | None:
     """The compiled files; None where the compiler cannot make them, or the processor cannot run them."""
     best = instructions()
@@ -109,6 +124,9 @@ def compile_for(instructions: tuple[str, ...]) -> ctypes.CDLL | None:
         "draft_project": [p, p, p, p, n, p, p],
         "draft_finish": [p, p, n, p, p, p, n, n, p, n, p, p],
         "decode_layers": [p, p, n, p, p, p, p, p, p, n, n, p, n],
+        "largest": [p, n, n, n, p, p, p],
+        "attend_rows_fp32": [p, p, p, p, p],
+        "attend_rows_bf16": [p, p, p, p, p],
     }
     for name, arguments in signatures.items():
         function = getattr(loaded, name)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specdraft.config import UserError
 from specdraft.models.drafter import Ask, Proposal
+from specdraft.models.thin_products import largest
 
 # Nodes to run next: target ids [v], and for each the index of its parent among the w nodes that ran last.
 Level = tuple[Tensor, Tensor]
@@ -244,7 +245,8 @@ def place_trees(starts: list[int], parents: list[list[int]], device: torch.devic
 
 def _log_law_top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest log-probabilities of every row [w, S], largest first, and their columns, [w, count] each."""
-    return _wide(logits).log_softmax(-1).topk(count)
+    values, columns, log_total = largest(_wide(logits), count)
+    return values - log_total, columns
 
 
 def _wide(logits: Tensor) -> Tensor:

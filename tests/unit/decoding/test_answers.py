@@ -66,6 +66,22 @@ def test_sampled_answers_do_not_depend_on_the_batch(target, tmp_path):
     assert {row.id: row.input_ids for row in sampled[0]} == {row.id: row.input_ids for row in sampled[1]}
 
 
+def test_answers_that_begin_sampled_and_go_on_greedily(target, tmp_path):
+    config = AnswerConfig(12, 4, temperature=1.0, greedy_after=3)
+    greedy_rows = answer_prompts(target, PROMPTS, tmp_path / "greedy.jsonl", AnswerConfig(12, 4))
+    rows = answer_prompts(target, PROMPTS, tmp_path / "mixed.jsonl", config)
+    sampled = answer_prompts(target, PROMPTS, tmp_path / "sampled.jsonl", AnswerConfig(12, 4, temperature=1.0))
+    for row, other in zip(rows, sampled, strict=True):
+        start, end = row.spans[0]
+        begun = min(start + 3, end)
+        assert row.input_ids[:begun] == other.input_ids[:begun]
+        going_on = (
+            autoregressive_generate(target, row.input_ids[:begun], max_new_tokens=12 - 3).tokens if end > begun else []
+        )
+        assert row.input_ids[begun:end] == going_on
+    assert [row.input_ids for row in rows] != [row.input_ids for row in greedy_rows]
+
+
 def test_an_interrupted_run_goes_on(target, tmp_path):
     """Fault 6: a line cut by a crash is not taken for an answer; whole ones are kept as they are."""
     path = tmp_path / "a.jsonl"
@@ -142,7 +158,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path):
         answer_prompts(target, PROMPTS[:1], tmp_path / "a.jsonl", CONFIG)
 
 
-@pytest.mark.parametrize("setting", ["max_new_tokens", "batch_size", "temperature"])
+@pytest.mark.parametrize("setting", ["max_new_tokens", "batch_size", "greedy_after", "temperature"])
 def test_bad_settings_are_refused(setting):
     with pytest.raises(UserError, match=f"{setting}: got -1"):
         AnswerConfig(**{setting: -1})

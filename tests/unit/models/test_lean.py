@@ -13,6 +13,7 @@ from specdraft.models import cache as cache_module
 from specdraft.models.cache import KVCache
 from specdraft.models.layers import FrozenLinear, FrozenRMSNorm
 from specdraft.models.lean import attend, attend_causally, is_supported
+from specdraft.models.row_attention import attend_rows
 from specdraft.models.target import TargetModel
 from specdraft.models.thin_products import AVX2, AVX512_BF16
 from specdraft.models.tree import place_trees
@@ -368,6 +369,31 @@ def test_attention_over_a_cache(batch, n):
     mask = mask if n == 1 else mask.repeat(1, 1, 3, 1)
     found = attend(q, keys.transpose(1, 2), values.transpose(1, 2), mask)
     torch.testing.assert_close(found, plain_attention(q, keys, values, visible))
+
+
+@pytest.mark.parametrize("instructions", CAN_RUN, ids=NAMES.get)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(6, 2, 8), (5, 5, 20), (7, 1, 64), (8, 2, 96)])
+def test_attention_of_rows_of_different_lengths(instructions, dtype, heads, kv_heads, width, monkeypatch):
+    """Slots behind a row's last token hold numbers that would spoil the result, and one row has nothing but its new tokens."""
+    use(monkeypatch, instructions)
+    generator = torch.Generator().manual_seed(0)
+    rows, n, slots, lengths = 4, 3, 90, torch.tensor([40, 0, 87, 33])
+    q = torch.randn(rows, n, heads + 2, width, generator=generator).to(dtype)[:, :, :heads]
+    keys, values = torch.randn(2, rows, kv_heads, slots + 6, width, generator=generator).to(dtype)[:, :, :, :slots]
+    last = lengths[:, None] + torch.arange(n)
+    hidden = torch.arange(slots) > last[:, -1:]
+    keys, values = (x.masked_fill(hidden[:, None, :, None], 1e30) for x in (keys, values))
+    visible = (torch.arange(slots) <= last[..., None])[:, None]
+    own = [
+        x.float().masked_fill(hidden[:, None, :, None], 0).repeat_interleave(heads // kv_heads, 1)
+        for x in (keys, values)
+    ]
+    expected = F.scaled_dot_product_attention(q.float().transpose(1, 2), *own, attn_mask=visible)
+    found = attend_rows(q, keys, values, lengths)
+    assert found.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found.float(), expected.transpose(1, 2).flatten(2), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

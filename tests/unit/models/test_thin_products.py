@@ -88,3 +88,19 @@ def test_what_does_not_compile_leaves_nothing(monkeypatch, tmp_path, source):
     monkeypatch.setattr(thin_products, "SOURCES", [broken])
     assert thin_products.compile_for.__wrapped__(AVX2) is None
     assert not list((tmp_path / "kernels").iterdir())
+
+
+@pytest.mark.parametrize("instructions", [None, *CAN_RUN], ids=lambda value: NAMES.get(value, "torch"))
+@pytest.mark.parametrize("columns", [5, 511, 1_030, 49_152])
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_the_largest_and_the_sum(instructions, columns, count, monkeypatch):
+    """Two rows of logits, one of them with equal entries, at the ends of a piece and beyond, and with some that are minus infinity."""
+    monkeypatch.setattr(thin_products, "library", lambda: instructions and thin_products.compile_for(instructions))
+    logits = torch.randn(2, columns, generator=torch.Generator().manual_seed(0)) * 4
+    logits[1] = float("-inf")
+    logits[1, [0, columns - 1, columns // 2]] = torch.tensor([7.0, 7.0, 2.0])
+    values, places, log_total = thin_products.largest(logits, count)
+    torch.testing.assert_close(values, logits.topk(count).values, atol=0, rtol=0)
+    torch.testing.assert_close(logits.gather(1, places), values, atol=0, rtol=0)
+    assert all(len(set(row)) == count for row in places.tolist())
+    torch.testing.assert_close(log_total, logits.double().logsumexp(-1, keepdim=True).float(), atol=1e-5, rtol=1e-6)
