@@ -1,6 +1,6 @@
 // What a decoding step is made of, for its few rows n: weights in bf16, all else in fp32.
 //
-// A product y [n,O] = x [n,I] @ w [O,I]^T (+ bias [O]) is bound by memory: every weight is read once for up to 8 rows.
+// A product y [n,O] = x [n,I] @ w [O,I]^T (+ bias [O]) is bound by memory: every weight is read from memory once, whatever n.
 // With AVX-512 BF16 the processor multiplies pairs of bf16 numbers; x is rounded to bf16 then, as a model in bf16 does it, and each row's
 // sums are added up in one order however many rows there are. With AVX2 bf16 is the upper half of fp32: of 16 weights in one register
 // a shift gives the even columns and a mask the odd ones, so the even columns of each 16 of x are moved before the odd ones.
@@ -20,9 +20,13 @@ namespace {  // else two libraries in one process, of different instructions, wo
 
 #ifdef __AVX512BF16__
 constexpr long LANES = 16;
-using Input = uint16_t;  // what products read of x
+constexpr long MOST = 7;  // rows of x that are multiplied at once,
+constexpr long PAIR = 2;  // by so many rows of w: as many sums as there are registers for
+using Input = uint16_t;   // what products read of x
 #else
 constexpr long LANES = 8;
+constexpr long MOST = 8;
+constexpr long PAIR = 1;
 using Input = float;
 #endif
 using Floats = float __attribute__((vector_size(4 * LANES)));
@@ -31,7 +35,6 @@ using Halves = uint16_t __attribute__((vector_size(2 * LANES)));
 
 constexpr long GROUP = 2 * LANES;  // columns that one load of weights holds
 constexpr long BLOCK = 32;         // rows of w that stay in the first cache while all rows of x pass
-constexpr long MOST = 8;           // rows of x that are multiplied at once
 constexpr long PART = 256;         // columns of an MLP that a thread takes at once
 constexpr long AHEAD = 4096;       // bytes: where a load of weights also asks for those to come
 
@@ -70,10 +73,15 @@ inline Floats sums(const Floats* v) {
 // One group of x, as products read it.
 inline void convert(const float* x, Input* group) { store(group, _mm512_cvtne2ps_pbh(load<__m512>(x + LANES), load<__m512>(x))); }
 
-// A group of weights times a group of x, added to the sums at `first` (and `second`: which may be the same).
-inline void multiply(Bits weights, const Input* group, Floats& first, Floats&) {
-    first = _mm512_dpbf16_ps(first, (__m512bh)weights, load<__m512bh>(group));
+// A group of x. Left alone, the compiler loads it anew for every row of weights, and loads are what there are too few of.
+inline __m512i read(const Input* group) {
+    __m512i own = load<__m512i>(group);
+    asm("" : "+v"(own));
+    return own;
 }
+
+// A group of weights times a group of x, added to the sums at `first` (and `second`: which may be the same).
+inline void multiply(Bits weights, __m512i group, Floats& first, Floats&) { first = _mm512_dpbf16_ps(first, (__m512bh)weights, (__m512bh)group); }
 #else
 inline Floats sums(const Floats* v) {
     const __m256 low = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
@@ -85,9 +93,15 @@ inline void convert(const float* x, Input* group) {
     for (long k = 0; k < GROUP; k++) group[k % 2 * LANES + k / 2] = x[k];
 }
 
-inline void multiply(Bits weights, const Input* group, Floats& first, Floats& second) {
-    first += (Floats)(weights << 16) * load<Floats>(group);
-    second += (Floats)(weights & 0xffff0000u) * load<Floats>(group + LANES);
+struct Group {
+    Floats even, odd;
+};
+
+inline Group read(const Input* group) { return {load<Floats>(group), load<Floats>(group + LANES)}; }
+
+inline void multiply(Bits weights, Group group, Floats& first, Floats& second) {
+    first += (Floats)(weights << 16) * group.even;
+    second += (Floats)(weights & 0xffff0000u) * group.odd;
 }
 #endif
 
@@ -114,40 +128,57 @@ inline Bits load_ahead(const uint16_t* w) {
     return load<Bits>(w);
 }
 
-// One row of w against N rows of x, U groups at a time, in S = 1 or 2 sums each: N*U*S chains of additions hide the latency of one, and
-// fit the registers. rest: columns of the last group, 1 to GROUP. is_last: nothing may be read behind the row. What is still to be added
+// R rows of w against N rows of x, U groups at a time, in S = 1 or 2 sums each: R*N*U*S chains of additions hide the latency of one, and
+// fit the registers. rest: columns of the last group, 1 to GROUP. is_last: nothing may be read behind the rows. What is still to be added
 // up goes to totals [N,BLOCK].
-template <int N, int U, int S>
-void dot(const uint16_t* w, const Input* x, Floats* totals, long columns, long rest, bool is_last) {
-    Floats sums[U][S][N];
+template <int R, int N, int U, int S>
+void dot(const uint16_t* w, long width, const Input* x, Floats* totals, long columns, long rest, bool is_last) {
+    Floats sums[U][S][R][N];
     for (auto& group : sums)
         for (auto& parity : group)
-            for (auto& s : parity) s = Floats{};
-    auto add = [&](int u, long k, Bits weights) {
+            for (auto& row : parity)
+                for (auto& s : row) s = Floats{};
+    auto add = [&](int u, long k, auto load_row) {
+        Bits weights[R];
+#pragma GCC unroll 2
+        for (int r = 0; r < R; r++) weights[r] = load_row(w + r * width + k, r);
 #pragma GCC unroll 8
-        for (int i = 0; i < N; i++) multiply(weights, x + i * columns + k, sums[u][0][i], sums[u][S - 1][i]);
+        for (int i = 0; i < N; i++) {
+            const auto own = read(x + i * columns + k);
+#pragma GCC unroll 2
+            for (int r = 0; r < R; r++) multiply(weights[r], own, sums[u][0][r][i], sums[u][S - 1][r][i]);
+        }
     };
+    auto whole_group = [](const uint16_t* at, int) { return load_ahead(at); };
+    auto last_group = [&](const uint16_t* at, int r) { return load_end(at, rest, is_last && r + 1 == R); };
     const long whole = columns - (rest == GROUP ? 0 : GROUP);
     long k = 0;
     for (; k + U * GROUP <= whole; k += U * GROUP) {
 #pragma GCC unroll 8
-        for (int u = 0; u < U; u++) add(u, k + u * GROUP, load_ahead(w + k + u * GROUP));
+        for (int u = 0; u < U; u++) add(u, k + u * GROUP, whole_group);
     }
-    for (; k < whole; k += GROUP) add(0, k, load_ahead(w + k));
-    if (k < columns) add(0, k, load_end(w + k, rest, is_last));
-    for (int i = 0; i < N; i++) {
-        Floats total = Floats{};
-        for (auto& group : sums)
-            for (auto& parity : group) total += parity[i];
-        totals[i * BLOCK] = total;
-    }
+    for (; k < whole; k += GROUP) add(0, k, whole_group);
+    if (k < columns) add(0, k, last_group);
+#pragma GCC unroll 2
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int i = 0; i < N; i++) {
+            Floats total = Floats{};
+#pragma GCC unroll 8
+            for (int u = 0; u < U; u++)
+#pragma GCC unroll 2
+                for (int parity = 0; parity < S; parity++) total += sums[u][parity][r][i];
+            totals[i * BLOCK + r] = total;
+        }
 }
 
-using Dot = void (*)(const uint16_t*, const Input*, Floats*, long, long, bool);
+using Dot = void (*)(const uint16_t*, long, const Input*, Floats*, long, long, bool);
 #ifdef __AVX512BF16__
-constexpr Dot DOTS[MOST] = {dot<1, 2, 1>, dot<2, 2, 1>, dot<3, 2, 1>, dot<4, 2, 1>, dot<5, 2, 1>, dot<6, 2, 1>, dot<7, 2, 1>, dot<8, 2, 1>};
+constexpr Dot DOTS[MOST] = {dot<1, 1, 2, 1>, dot<1, 2, 2, 1>, dot<1, 3, 2, 1>, dot<1, 4, 2, 1>, dot<1, 5, 2, 1>, dot<1, 6, 2, 1>, dot<1, 7, 2, 1>};
+constexpr Dot PAIRS[MOST] = {dot<2, 1, 2, 1>, dot<2, 2, 2, 1>, dot<2, 3, 2, 1>, dot<2, 4, 2, 1>, dot<2, 5, 2, 1>, dot<2, 6, 2, 1>, dot<2, 7, 2, 1>};
 #else
-constexpr Dot DOTS[MOST] = {dot<1, 4, 2>, dot<2, 2, 2>, dot<3, 2, 2>, dot<4, 1, 2>, dot<5, 1, 2>, dot<6, 1, 2>, dot<7, 1, 1>, dot<8, 1, 1>};
+constexpr Dot DOTS[MOST] = {dot<1, 1, 4, 2>, dot<1, 2, 2, 2>, dot<1, 3, 2, 2>, dot<1, 4, 1, 2>, dot<1, 5, 1, 2>, dot<1, 6, 1, 2>, dot<1, 7, 1, 1>, dot<1, 8, 1, 1>};
+constexpr auto& PAIRS = DOTS;
 #endif
 
 // The sums of `count` vectors, plus a bias that may be null.
@@ -193,11 +224,14 @@ inline void product(const float* x, const uint16_t* w, const uint16_t* bias, flo
 #pragma omp for schedule(static)
     for (long start = 0; start < outputs; start += BLOCK) {
         const long count = std::min(BLOCK, outputs - start);
-        for (long i = 0; i < n; i += MOST) {
-            const long some = std::min(MOST, n - i);
-            const Dot dot = DOTS[some - 1];
-            for (long o = 0; o < count; o++)
-                dot(w + (start + o) * width, rows + i * columns, totals + o, columns, rest, start + o + 1 == outputs);
+        for (long i = 0, some; i < n; i += some) {
+            const long passes = (n - i + MOST - 1) / MOST;
+            some = (n - i + passes - 1) / passes;
+            for (long o = 0, r; o < count; o += r) {
+                r = o + PAIR <= count ? PAIR : 1;
+                const Dot dot = (r == 1 ? DOTS : PAIRS)[some - 1];
+                dot(w + (start + o) * width, width, rows + i * columns, totals + o, columns, rest, start + o + r == outputs);
+            }
             for (long row = 0; row < some; row++) add_up(totals + row * BLOCK, bias ? bias + start : nullptr, y + (i + row) * outputs + start, count);
         }
     }

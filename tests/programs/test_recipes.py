@@ -22,6 +22,7 @@ TINY = [
     "--prompts=prompts.jsonl",
     "--target=target",
     "--answers.max-new-tokens=24",
+    "--answers-each=1",
     "--answers.batch-size=16",
     "--head.rank=8",
     "--train.objective.steps=3",

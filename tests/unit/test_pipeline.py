@@ -19,7 +19,7 @@ def test_measuring_that_cannot_work_is_refused_before_training(setting):
 @pytest.mark.parametrize(
     ("setting", "value"),
     [("max_prompts", 0), ("max_length", -5), ("threads", -1), ("cache_gb", -1.0), ("cache_gb", math.nan)]
-    + [("answers_each", 0), ("answers_each", 2), ("minutes", 13.0), ("minutes", math.inf)]
+    + [("answers_each", 0), ("minutes", 12.0), ("minutes", math.inf)]
     + [("target", "")]
     + [("name", name) for name in ("", "..", "a/b", "answers")],
 )
@@ -28,9 +28,14 @@ def test_a_run_that_cannot_work_is_refused(setting, value):
         RunConfig(**{setting: value})
 
 
+def test_several_greedy_answers_are_refused():
+    with pytest.raises(UserError, match="answers_each: got 2"):
+        RunConfig(answers=AnswerConfig(temperature=0))
+
+
 def test_several_answers_to_a_training_prompt():
     """All prompts once, then all again under other ids, so that a time limit leaves out second answers first; held-out ones once."""
-    config = RunConfig(max_prompts=60, answers_each=3, minutes=None, answers=AnswerConfig(temperature=0.7))
+    config = RunConfig(max_prompts=60, answers_each=3, minutes=None, answers=AnswerConfig(temperature=1))
     train, held_out = choose_prompts(config, 1, 5)
     own, expected_held_out = split_held_out(builtin_prompts()[:60])
     assert held_out == expected_held_out[:5]
