@@ -41,7 +41,8 @@ class AnswerConfig:
     """max_new_tokens: tokens an answer may have.  batch_size: rows decoded together.  temperature, top_k, top_p: as in
     `Sampling`; 0 = greedy.  greedy_after: so many tokens of an answer are sampled, the rest is greedy: other text than the
     greedy answer, of the same kind; None = all are sampled.  seed: of the sampling; every prompt draws from its own stream,
-    whatever the batch.  max_minutes: of answering, earlier runs into the same file included: prompts that do not fit are left out; None = all."""
+    whatever the batch.  max_minutes: of answering, earlier runs into the same file included: prompts that do not fit are left
+    out; None = all."""
 
     max_new_tokens: int = 192
     batch_size: int = 96
