@@ -121,13 +121,17 @@ class KVCache:
 
     def reserve(self, like: Tensor, append: Append) -> tuple[list[Tensor], list[Tensor]]:
         """Room for what `append` adds, for who writes it himself. like [B, n, G, D]. Returns keys and values of every layer,
-        [B, G, append.width, D]."""
-        for layer in range(len(self.keys)):
-            self._make_room(layer, like, append)
-        return tuple([stored[:, :, : append.width] for stored in store] for store in (self.keys, self.values))
+        [B, G, T, D] with T of append.width or more."""
+        if self._lacks_room(0, append):
+            for layer in range(len(self.keys)):
+                self._make_room(layer, like, append)
+        return self.keys, self.values
+
+    def _lacks_room(self, layer: int, append: Append) -> bool:
+        return self.keys[layer] is None or self.keys[layer].shape[2] < append.width
 
     def _make_room(self, layer: int, like: Tensor, append: Append) -> None:
-        if self.keys[layer] is None or self.keys[layer].shape[2] < append.width:
+        if self._lacks_room(layer, append):
             self.keys[layer] = self._allocate(self.keys[layer], like, append.width)
             self.values[layer] = self._allocate(self.values[layer], like, append.width)
 

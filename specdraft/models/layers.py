@@ -138,6 +138,6 @@ class FrozenRMSNorm:
 
 PACKED_DTYPES = (torch.bfloat16, torch.float32)
 # of so many, a product with bf16 weights and fp32 states takes as long as the other one of ThinLinear
-FEW_ROWS = 16 if has_bf16_products("cpu") else 32
+FEW_ROWS = 512 if has_bf16_products("cpu") else 32
 PACKED_ROWS = 32  # the number of rows that the layout is chosen for; as good as any other for 1 to 512
 SMALLEST_SCALE = 1e-30  # of a row of zeros
