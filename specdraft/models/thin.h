@@ -435,7 +435,7 @@ inline void block(const Sizes& size, const Block& weights, const Slots& slots, c
     float *const sum = room.sum.data(), *const gate_up = room.gate_up.data(), *const attended = room.attended.data();
 #pragma omp for schedule(static)
     for (long i = 0; i < n * size.kv_heads; i++) {
-        const long row = i / size.kv_heads, kv = i % size.kv_heads * slots.stride, head = i % size.kv_heads * shared;
+        const long row = i % n, kv = i / n * slots.stride, head = i / n * shared;  // a thread reads the same keys for all rows
         const bool* sees = slots.sees ? slots.sees + row * slots.count : nullptr;
         const long seen = sees ? slots.count : slots.count - (n - 1 - row);
         attend(q + row * q_stride + head * dim, shared, slots.keys + kv, slots.values + kv, sees, seen, dim, own_room.data(),

@@ -26,6 +26,7 @@ RECIPE = [
     "--prompts=prompts.jsonl",
     "--target=gemma",
     "--answers.max-new-tokens=16",
+    "--answers-each=1",
     "--train.objective.steps=2",
     "--train.epochs=1",
     "--train.mixed-precision=no",
