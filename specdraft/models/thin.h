@@ -36,7 +36,7 @@ using Halves = uint16_t __attribute__((vector_size(2 * LANES)));
 constexpr long GROUP = 2 * LANES;  // columns that one load of weights holds
 constexpr long BLOCK = 32;         // rows of w that stay in the first cache while all rows of x pass
 constexpr long PART = 256;         // columns of an MLP that a thread takes at once
-constexpr long AHEAD = 4096;       // bytes: where a load of weights also asks for those to come
+constexpr long AHEAD = 6144;       // bytes: where a load of weights also asks for those to come
 
 inline float widen(uint16_t value) {
     uint32_t bits = uint32_t(value) << 16;
