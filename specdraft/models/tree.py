@@ -106,40 +106,45 @@ class Eagle2Tree(TreeSize):
 
 
 class _Eagle2Growth:
-    """Every level's candidates go into one pool; a candidate's parent stands before it there, and is at least as likely."""
+    """Every level's candidates go into one pool; a candidate's parent stands before it there, and is at least as likely. They are few:
+    numpy handles them in a fraction of the time that torch needs, and a level waits for the device once."""
 
     def __init__(self, tree: Eagle2Tree, depth: int, ids: Tensor | None):
-        self.tree, self.depth, self.ids = tree, depth, ids
-        self.tokens: list[Tensor] = []  # of each level's candidates
-        self.parents: list[Tensor] = []  # their places in the pool, -1 = the last committed token
-        self.scores: list[Tensor] = []  # log-probabilities of their paths
+        self.tree, self.depth = tree, depth
+        self.ids, self.ids_here = ids, None if ids is None else ids.numpy(force=True)
+        self.tokens: list[np.ndarray] = []  # of each level's candidates
+        self.parents: list[np.ndarray] = []  # their places in the pool, -1 = the last committed token
+        self.scores: list[np.ndarray] = []  # log-probabilities of their paths
         self.size = 0
 
     def grow(self, logits: Tensor) -> Level | None:
-        width = min(self.tree.top_k, logits.shape[1])
-        best, columns = _log_law_top(logits, width)
+        width, self.device = min(self.tree.top_k, logits.shape[1]), logits.device
+        best, columns = (found.numpy(force=True) for found in _log_law_top(logits, width))
         if not self.size:  # the last committed token
-            place, path = columns.new_full((1,), -1), best.new_zeros(1)
+            place, path = np.array([-1]), np.zeros(1, best.dtype)
         else:
             place, path = self.frontier, self.scores[-1][self.picked]
-        scores = (path[:, None] + best).flatten()
-        tokens = columns.flatten() if self.ids is None else self.ids[columns.flatten()]
+        scores = (path[:, None] + best).ravel()
+        tokens = columns.ravel() if self.ids_here is None else self.ids_here[columns.ravel()]
         self.tokens.append(tokens)
-        self.parents.append(place.repeat_interleave(width))
+        self.parents.append(place.repeat(width))
         self.scores.append(scores)
         if len(self.scores) == self.depth:
             return None
-        self.picked = _best(scores, self.tree.top_k)
+        self.picked = _largest_first(scores)[: self.tree.top_k]
         self.frontier = self.size + self.picked
         self.size += len(scores)
-        return tokens[self.picked], self.picked // width
+        return self._tensor(tokens[self.picked]), self._tensor(self.picked // width)
 
     def proposal(self) -> Proposal:
-        kept = _best(torch.cat(self.scores), self.tree.total_tokens).sort().values
-        parents = torch.cat(self.parents)[kept]
+        kept = np.sort(_largest_first(np.concatenate(self.scores))[: self.tree.total_tokens])
+        parents = np.concatenate(self.parents)[kept]
         # every parent is kept too: it is at least as likely as its child and stands before it
-        parents = torch.where(parents < 0, parents, torch.searchsorted(kept, parents))
-        return Proposal(torch.cat(self.tokens)[kept], parents.tolist(), None, self.ids)
+        parents = np.where(parents < 0, parents, np.searchsorted(kept, parents))
+        return Proposal(self._tensor(np.concatenate(self.tokens)[kept]), parents.tolist(), None, self.ids)
+
+    def _tensor(self, numbers: np.ndarray) -> Tensor:
+        return torch.from_numpy(numbers).to(self.device)
 
 
 class SampledTree(TreeSize):
@@ -256,6 +261,11 @@ def _wide(logits: Tensor) -> Tensor:
 def _best(scores: Tensor, count: int) -> Tensor:
     """Indices of the `count` largest scores, largest first; of equal ones those that stand first."""
     return scores.sort(descending=True, stable=True).indices[:count]
+
+
+def _largest_first(scores: np.ndarray) -> np.ndarray:
+    """Indices of scores [n] by size; of equal ones those that stand first."""
+    return np.argsort(-scores, kind="stable")
 
 
 def _check_positive(tree: TreeSize) -> None:
