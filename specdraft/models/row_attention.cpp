@@ -23,7 +23,7 @@ void attend_rows(const RowAttention& a, const Number* q, const Number* keys, con
                 const long slots = a.lengths[row] + t + 1;
                 room.resize(attention_room(shared, slots, a.dim));
                 const float* some = wide(q + row * a.q_row + t * a.q_token + kv * own, own, queries.data());
-                attend(some, shared, keys + at, values + at, nullptr, slots, a.dim, room.data(), out.data());
+                attend(some, shared, Stored<Number>{keys + at, values + at, slots, slots, nullptr, nullptr}, a.dim, room.data(), out.data());
                 narrow(out.data(), own, y + ((row * a.n + t) * a.heads + kv * shared) * a.dim);
             }
         }

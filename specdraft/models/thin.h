@@ -289,12 +289,10 @@ ALWAYS_INLINE void score(const float* q, const float* keys, long count, long dim
         for (long t = 0; t < count; t++) scores[t] += q[i] * keys[t * dim + i];
 }
 
-// Scores of `slots`, with room up to the next multiple of LANES -> their softmax, in place; sees: which of them count, null = all.
-inline void softmax(float* scores, const bool* sees, long slots, float scale) {
+// Scores of `slots`, with room up to the next multiple of LANES -> their softmax, in place.
+inline void softmax(float* scores, long slots, float scale) {
     long end = slots;
     for (; end % LANES; end++) scores[end] = -INFINITY;
-    for (long t = 0; sees && t < slots; t++)
-        if (!sees[t]) scores[t] = -INFINITY;
     Floats most = load<Floats>(scores), total = Floats{};
     for (long t = LANES; t < end; t += LANES) {
         const Floats some = load<Floats>(scores + t);
@@ -350,23 +348,32 @@ inline void narrow(const float* from, long count, uint16_t* to) {
 // Room that attend needs.
 inline long attention_room(long queries, long slots, long dim) { return BLOCK * dim + queries * (slots + LANES); }
 
-// q [queries,d], which share keys and values [slots,d], fp32 or bf16 -> y [queries,d]. A few slots at a time pass through the first cache
-// for all queries. sees: which slots, null = all.
+// Keys and values [slots,d], fp32 or bf16; those from `split` on, a multiple of BLOCK, are in the other two.
 template <class Number>
-ALWAYS_INLINE void attend_of(long dim, const float* q, long queries, const Number* keys, const Number* values, const bool* sees, long slots,
-                             float* room, float* y) {
-    const long stride = slots + LANES;
+struct Stored {
+    const Number *keys, *values;
+    long slots, split;
+    const Number *rest_keys, *rest_values;
+
+    const Number* keys_at(long t, long dim) const { return t < split ? keys + t * dim : rest_keys + (t - split) * dim; }
+    const Number* values_at(long t, long dim) const { return t < split ? values + t * dim : rest_values + (t - split) * dim; }
+};
+
+// q [queries,d], which share keys and values -> y [queries,d]. A few slots at a time pass through the first cache for all queries.
+template <class Number>
+ALWAYS_INLINE void attend_of(long dim, const float* q, long queries, const Stored<Number>& stored, float* room, float* y) {
+    const long slots = stored.slots, stride = slots + LANES;
     float* const scores = room + BLOCK * dim;
     for (long t = 0; t < slots; t += LANES) {
         const long count = std::min(LANES, slots - t);
-        const float* some = wide(keys + t * dim, count * dim, room);
+        const float* some = wide(stored.keys_at(t, dim), count * dim, room);
         for (long h = 0; h < queries; h++) score(q + h * dim, some, count, dim, scores + h * stride + t);
     }
-    for (long h = 0; h < queries; h++) softmax(scores + h * stride, sees, slots, 1 / std::sqrt(float(dim)));
+    for (long h = 0; h < queries; h++) softmax(scores + h * stride, slots, 1 / std::sqrt(float(dim)));
     std::fill(y, y + queries * dim, 0.0f);
     for (long t = 0; t < slots; t += BLOCK) {
         const long count = std::min(BLOCK, slots - t);
-        const float* some = wide(values + t * dim, count * dim, room);
+        const float* some = wide(stored.values_at(t, dim), count * dim, room);
         for (long h = 0; h < queries; h++) {
             const float* const weights = scores + h * stride + t;
             float* const to = y + h * dim;
@@ -381,11 +388,23 @@ ALWAYS_INLINE void attend_of(long dim, const float* q, long queries, const Numbe
 
 // The usual widths are known to the compiler, which halves the time.
 template <class Number>
-void attend(const float* q, long queries, const Number* keys, const Number* values, const bool* sees, long slots, long dim, float* room,
-            float* y) {
-    if (dim == 64) return attend_of(64, q, queries, keys, values, sees, slots, room, y);
-    if (dim == 128) return attend_of(128, q, queries, keys, values, sees, slots, room, y);
-    attend_of(dim, q, queries, keys, values, sees, slots, room, y);
+void attend(const float* q, long queries, const Stored<Number>& stored, long dim, float* room, float* y) {
+    if (dim == 64) return attend_of(64, q, queries, stored, room, y);
+    if (dim == 128) return attend_of(128, q, queries, stored, room, y);
+    attend_of(dim, q, queries, stored, room, y);
+}
+
+// All of keys and values that a token sees. The slots behind the first that it does not see are moved together, into `rest`: so a token
+// of a tree adds up what it sees in the order in which it would stand alone, and has the same state to the last bit.
+inline Stored<float> seen_of(const float* keys, const float* values, const bool* sees, long slots, long dim, std::vector<float>& rest) {
+    const long prefix = std::find(sees, sees + slots, false) - sees, split = prefix / BLOCK * BLOCK;
+    const long count = std::count(sees + split, sees + slots, true);
+    rest.resize(2 * count * dim);
+    float* to = rest.data();
+    for (const float* from : {keys, values})
+        for (long t = split; t < slots; t++)
+            if (sees[t]) to = std::copy_n(from + t * dim, dim, to);
+    return {keys, values, split + count, split, rest.data(), rest.data() + count * dim};
 }
 
 // gate <- silu(gate) * up
@@ -427,7 +446,7 @@ struct Room {
 inline void block(const Sizes& size, const Block& weights, const Slots& slots, const float* q, long q_stride, long n, float* state,
                   Room& room) {
     const long width = size.width, mlp_width = size.mlp_width, heads = size.heads, dim = size.head_dim;
-    static thread_local std::vector<float> own_room, own_x;
+    static thread_local std::vector<float> own_room, own_x, rest;
     const long shared = heads / size.kv_heads;  // queries that share keys and values
     own_room.resize(attention_room(shared, slots.count, dim));
     own_x.resize(n * std::max(width, mlp_width));
@@ -436,10 +455,11 @@ inline void block(const Sizes& size, const Block& weights, const Slots& slots, c
 #pragma omp for schedule(static)
     for (long i = 0; i < n * size.kv_heads; i++) {
         const long row = i % n, kv = i / n * slots.stride, head = i / n * shared;  // a thread reads the same keys for all rows
-        const bool* sees = slots.sees ? slots.sees + row * slots.count : nullptr;
-        const long seen = sees ? slots.count : slots.count - (n - 1 - row);
-        attend(q + row * q_stride + head * dim, shared, slots.keys + kv, slots.values + kv, sees, seen, dim, own_room.data(),
-               attended + (row * heads + head) * dim);
+        const float *keys = slots.keys + kv, *values = slots.values + kv;
+        const long causal = slots.count - (n - 1 - row);
+        const Stored<float> stored = slots.sees ? seen_of(keys, values, slots.sees + row * slots.count, slots.count, dim, rest)
+                                                : Stored<float>{keys, values, causal, causal, nullptr, nullptr};
+        attend(q + row * q_stride + head * dim, shared, stored, dim, own_room.data(), attended + (row * heads + head) * dim);
     }
     product(attended, weights.out, weights.out_bias, sum, n, heads * dim, width);
     for (long i = 0; i < n * width; i++) state[i] += sum[i];

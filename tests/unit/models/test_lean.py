@@ -246,6 +246,29 @@ def test_a_step_of_many_tokens_is_many_steps(family, instructions, monkeypatch):
     assert (logits[0] - expected).abs().mean() < 0.03 * expected.std()
 
 
+@pytest.mark.parametrize("committed", [1, 3, 32, 70])
+@pytest.mark.parametrize("instructions", CAN_RUN, ids=NAMES.get)
+def test_a_path_of_a_tree_is_what_it_is_alone(instructions, committed, monkeypatch):
+    """Whatever its siblings are and wherever in the tree it stands: with bf16 instructions to the last bit; then the path stays."""
+    use(monkeypatch, instructions)
+    target = TargetModel.from_model(copy.deepcopy(tiny_model()).bfloat16())
+    ids = torch.randint(3, TINY_VOCAB, (1, committed + 8), generator=torch.Generator().manual_seed(5))
+    text, nodes = ids[:, :committed], ids[:, committed:]
+    parents, path = [-1, -1, 0, 1, 1, 3], [1, 4]  # nodes 1 and 4 behind the first token of `nodes`
+    tree, alone = target.new_cache(1, committed + 20), target.new_cache(1, committed + 20)
+    for cache in (tree, alone):
+        target.forward(text, cache)
+    positions, mask = place_trees(tree.lengths, [parents], target.device)
+    step = target.forward(nodes[:, :7], tree, positions=positions, mask=mask)
+    kept = [0, *(node + 1 for node in path)]
+    expected = [target.forward(nodes[:, place : place + 1], alone).logits[0, 0] for place in kept]
+    tolerance = {"atol": 0 if instructions == AVX512_BF16 else 1e-4, "rtol": 0}
+    torch.testing.assert_close(step.logits[0, kept], torch.stack(expected), **tolerance)
+    tree.keep([committed], [kept])
+    after = [target.forward(nodes[:, 7:], cache).logits for cache in (tree, alone)]
+    torch.testing.assert_close(*after, **tolerance)
+
+
 @pytest.mark.parametrize("path", ["lean", "compiled"] if CAN_RUN else ["lean"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_biases_everywhere(path, rows, monkeypatch):
