@@ -289,13 +289,12 @@ def answer(
     answers its share; what any earlier run answered is reused, and so are the states that this process kept."""
     folder = answers_folder(target, config)
     taps = "-".join(map(str, target.tap_layers))
-    kept = folder / f"states-{taps}-{accelerator.process_index:05}.safetensors"
+    kept = folder / f"states-{taps}-{accelerator.process_index:05}"
     part = folder / f"part-{accelerator.process_index:05}.jsonl"
     known = read_parts(target, folder, prompts)
     missing = [prompt for prompt in prompts if prompt.id not in known]
     accelerator.print(f"answers: {len(prompts)} prompts, {len(known)} answered already ({folder})")
-    if kept.exists():
-        states.load(kept)
+    states.load(kept)
     if missing:
         require_disk(folder, 20 * len(missing) * config.answers.max_new_tokens, "answers")
         accelerator.print(estimate_answers(target, missing, config.answers, part))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from specdraft.config import UserError
 from specdraft.data.chat import Example
 from specdraft.provenance import atomic_path, hash_bytes, require_disk
 
+PART_BYTES = 10**9  # of a file of kept states
 BUCKET_BATCHES = 32  # examples are sorted by length among so many batches' worth: little padding, yet random company
 
 
@@ -118,6 +119,7 @@ class Online:
         self.bad: set[str] = set()
         self.max_bad = max_bad
         self._cache: dict[str, States] = {}
+        self._stored: set[str] = set()  # the keys of what lies on disk
 
     def batch(self, examples: Sequence[Example]) -> Batch:
         """States of `examples`, in their order, on the target's device.
@@ -147,34 +149,59 @@ class Online:
         if states.is_finite():
             self._remember(example_key(example), states)
 
-    def save(self, path: Path) -> None:
-        """Write the cache to a safetensors file, so that a later run need not run the target at all. Atomic.
+    def save(self, folder: Path) -> None:
+        """Add to `folder` what the cache holds and no file there does, so that a later run need not run the target at all:
+        safetensors files of PART_BYTES at most (or one example), each atomic, since nothing may double what fills the memory.
 
         Raises:
             UserError: too little disk.
         """
-        require_disk(path, self.used_bytes, "hidden states")
-        lengths = {key: len(states.last) for key, states in self._cache.items()}
-        tensors = {name: torch.cat([getattr(s, name) for s in self._cache.values()]) for name in ("taps", "last")}
-        with atomic_path(path) as temporary:
-            save_file(tensors, temporary, metadata={"lengths": json.dumps(lengths)})
+        fresh = {key: states for key, states in self._cache.items() if key not in self._stored}
+        require_disk(folder, sum(states.nbytes for states in fresh.values()), "hidden states")
+        folder.mkdir(parents=True, exist_ok=True)
+        number = 1 + max((int(path.stem) for path in folder.glob("*.safetensors")), default=-1)
+        while fresh:
+            keys, nbytes = [], 0
+            for key, states in fresh.items():
+                nbytes += states.nbytes
+                if keys and nbytes > PART_BYTES:
+                    break
+                keys.append(key)
+            part = {key: fresh.pop(key) for key in keys}
+            _save_states(folder / f"{number:05}.safetensors", part)
+            self._stored.update(part)
+            number += 1
 
-    def load(self, path: Path) -> None:
+    def load(self, folder: Path) -> None:
         """Take up what `save` wrote for this target. Raises UserError for a file that cannot be read."""
-        try:
-            with safe_open(path, framework="pt") as file:
-                lengths = json.loads(file.metadata()["lengths"])
-                taps, last = file.get_tensor("taps"), file.get_tensor("last")
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"hidden states {path}: cannot be read ({error}); remove the file") from None
-        parts = (tensor.split(list(lengths.values())) for tensor in (taps, last))
-        for key, *states in zip(lengths, *parts, strict=True):
-            self._remember(key, States(*states))
+        for path in sorted(folder.glob("*.safetensors")):
+            for key, states in _load_states(path):
+                self._stored.add(key)
+                self._remember(key, states)
 
     def _remember(self, key: str, states: States) -> None:
         if key not in self._cache and self.used_bytes + states.nbytes <= self.cache_bytes:
             self._cache[key] = States(states.taps.to("cpu", copy=True), states.last.to("cpu", copy=True))
             self.used_bytes += states.nbytes
+
+
+def _save_states(path: Path, part: dict[str, States]) -> None:
+    lengths = {key: len(states.last) for key, states in part.items()}
+    tensors = {name: torch.cat([getattr(states, name) for states in part.values()]) for name in ("taps", "last")}
+    with atomic_path(path) as temporary:
+        save_file(tensors, temporary, metadata={"lengths": json.dumps(lengths)})
+
+
+def _load_states(path: Path) -> Iterator[tuple[str, States]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            lengths = json.loads(file.metadata()["lengths"])
+            taps, last = file.get_tensor("taps"), file.get_tensor("last")
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"hidden states {path}: cannot be read ({error}); remove the file") from None
+    parts = (tensor.split(list(lengths.values())) for tensor in (taps, last))
+    for key, *states in zip(lengths, *parts, strict=True):
+        yield key, States(*states)
 
 
 def example_key(example: Example) -> str:

@@ -8,7 +8,7 @@ import torch
 
 from specdraft.config import UserError
 from specdraft.data.chat import follow_up, render_prompt
-from specdraft.data.source import Online, run_target
+from specdraft.data.source import Online, example_key, run_target
 from specdraft.data.tasks import Prompt
 from specdraft.decoding import answers
 from specdraft.decoding.answers import AnswerConfig, answer_prompts, estimate_answers, read_parts
@@ -222,21 +222,38 @@ def test_states_made_on_the_way_are_those_of_a_forward_pass(target, tmp_path):
             assert not getattr(states, name)[-1].any()
 
 
-def test_kept_states_survive_on_disk(target, tmp_path):
-    """What was remembered is what is read, bit for bit, and the target is not run again."""
+def test_kept_states_survive_on_disk(target, tmp_path, monkeypatch):
+    """What was remembered is what is read, bit for bit, from files of a bounded size; a later save adds only what is new."""
     states = Online(target, cache_bytes=10**8)
-    rows = answer_prompts(target, PROMPTS, tmp_path / "a.jsonl", CONFIG, states.remember)
-    examples = [row.example() for row in rows]
-    states.save(tmp_path / "states.safetensors")
+    found = {}
+    rows = answer_prompts(
+        target, PROMPTS, tmp_path / "a.jsonl", CONFIG, lambda *item: found.update({example_key(item[0]): item})
+    )
+    examples, kept = [row.example() for row in rows], list(found.values())
+    monkeypatch.setattr("specdraft.data.source.PART_BYTES", kept[0][1].nbytes)
+    folder = tmp_path / "states"
+    for item in kept[:-1]:
+        states.remember(*item)
+    states.save(folder)
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert len(before) > 1
+    states.remember(*kept[-1])
+    states.save(folder)
+    assert all(path.stat().st_mtime_ns == before[path] for path in before)
+    assert len(list(folder.iterdir())) == len(before) + 1
+
     loaded = Online(target, cache_bytes=10**8)
-    loaded.load(tmp_path / "states.safetensors")
+    loaded.load(folder)
+    assert loaded.used_bytes == states.used_bytes > 0
+    loaded.save(folder)
+    assert len(list(folder.iterdir())) == len(before) + 1
+    monkeypatch.setattr("specdraft.data.source.run_target", lambda target, examples: [])  # nothing is left to run
     for name in ("taps", "last"):
         wanted = states.batch(examples)
         assert torch.equal(getattr(loaded.batch(examples), name), getattr(wanted, name))
-    assert loaded.used_bytes == states.used_bytes > 0
-    (tmp_path / "states.safetensors").write_bytes(b"broken")
+    (folder / "00000.safetensors").write_bytes(b"broken")
     with pytest.raises(UserError, match="cannot be read"):
-        Online(target, cache_bytes=1).load(tmp_path / "states.safetensors")
+        Online(target, cache_bytes=1).load(folder)
 
 
 @pytest.fixture
