@@ -197,8 +197,8 @@ class _SampledGrowth:
         scores = largest if self.path is None else self.path[:, None] + largest
         left = self.tree.total_tokens - len(self.parents)
         places = min(self.tree.top_k, -(-left // (self.tree.depth - self.levels)))
-        of = _best(scores.flatten(), places) // scores.shape[1]
-        return torch.bincount(of, minlength=len(log_law)).tolist()
+        of = _largest_first(scores.numpy(force=True).ravel())[:places] // scores.shape[1]
+        return np.bincount(of, minlength=len(log_law)).tolist()
 
     def _draw(self, logits: Tensor, count: int) -> list[Tensor]:
         """Columns of so many siblings after the node with these logits [1, S]: each by the law without its elder siblings."""
@@ -256,11 +256,6 @@ def _log_law_top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def _wide(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def _best(scores: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest scores, largest first; of equal ones those that stand first."""
-    return scores.sort(descending=True, stable=True).indices[:count]
 
 
 def _largest_first(scores: np.ndarray) -> np.ndarray:
