@@ -117,6 +117,7 @@ def _answer_missing(
         while True:
             if waiting and not budget.allows(len(waiting[0].prompt.turns) * config.max_new_tokens):
                 waiting.clear()
+                budget.is_used_up = True
             places = len(batch.free())
             if (begun or waiting) and places >= max(1, (1 - COMPACT) * len(batch.places)):
                 ended = batch.admit(_take(begun, places) or _take(waiting, places))
@@ -161,11 +162,12 @@ def _take(waiting: list[Conversation], count: int) -> list[Conversation]:
 class _Budget:
     """Minutes of answering, over all runs that wrote into `path`: a new prompt is begun while its answer can still be finished.
 
-    step: seconds of a step of the batch, a running mean; 0 = none was made yet."""
+    step: seconds of a step of the batch, a running mean; 0 = none was made yet.   is_used_up: a prompt was left for want of time. Then all
+    of it counts as spent: another run answers nothing more, and what is trained on the answers keeps its own minutes."""
 
     def __init__(self, path: Path, minutes: float | None):
         self.path, self.minutes = path.with_suffix(".budget.json"), minutes
-        self.spent, self.step = 0.0, 0.0
+        self.spent, self.step, self.is_used_up = 0.0, 0.0, False
         with contextlib.suppress(FileNotFoundError, ValueError, TypeError):  # none yet, or not what was written here
             self.spent, self.step = map(float, json.loads(self.path.read_text()))
         self.started = time.perf_counter()
@@ -173,8 +175,11 @@ class _Budget:
     def __enter__(self) -> None:
         self.started = time.perf_counter()
 
-    def __exit__(self, *error: object) -> None:
-        self.save()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None and self.is_used_up:
+            write_json(self.path, [max(self.spent, self.minutes), self.step])
+        else:
+            self.save()
 
     def save(self) -> None:
         """After every answer, so that a run that is killed has spent its time too."""

@@ -274,7 +274,7 @@ def test_a_budget_of_minutes(target, tmp_path, minutes, turns):
     """Prompts that do not fit are left out, in order; a second run with the same budget answers no more, a larger one goes on. Answers
     take three steps, and two are written together."""
     prompts = [Prompt(str(i), "chat", (f"Question {i}?",) * turns) for i in range(9)]
-    path = tmp_path / "a.jsonl"
+    path = tmp_path / "part-00000.jsonl"
 
     def answered(minutes):
         config = AnswerConfig(max_new_tokens=4, batch_size=2, max_minutes=minutes)
@@ -283,8 +283,9 @@ def test_a_budget_of_minutes(target, tmp_path, minutes, turns):
         return [row.id for row in rows]
 
     fit = {1: 6, 2: 2}[turns]  # two turns want eight minutes when they begin, though here the first is the last
-    assert answered(10) == [prompt.id for prompt in prompts[:fit]]
-    assert answered(10) == [prompt.id for prompt in prompts[:fit]]
+    for _ in range(2):
+        assert answered(10) == [prompt.id for prompt in prompts[:fit]]
+        assert answers.minutes_spent(tmp_path) == 10  # all of it, and no more by asking again: training has the same rest
     assert answered(None) == [prompt.id for prompt in prompts]
 
 
