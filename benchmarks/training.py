@@ -53,7 +53,7 @@ def main() -> None:
         for kind in args.heads:
             step = Step(target, kind, steps, args)
             variants[kind, "fused"] = step
-            if 0 < args.sampled_vocab < len(step.objective.drafter.lm_head.weight):
+            if 0 < args.sampled_vocab < target.vocab_size:
                 variants[kind, "sampled"] = Step(target, kind, steps, args, args.sampled_vocab)
             if args.plain:
                 variants[kind, "plain"] = step.plain

@@ -149,7 +149,7 @@ def _run(
         spec = _spec(teacher, config, len(rows), math_dtype(projected), want)
         plan = _plan(teacher, rows, pairs, chunk, spec)
         target = _TargetSide(teacher, len(rows), len(pairs.rows), plan, spec)
-        drafter = _DrafterSide(projected, rows, pairs, coefficient, labels, plan, spec, teacher.raised)
+        drafter = _DrafterSide(projected, rows, pairs, coefficient, labels, plan, spec, teacher.draft_raised)
         for start, stop in _chunks(pairs.ends, plan):
             law = target.law(start, pairs.rows[start:stop])
             for first in range(pairs.ends[start], pairs.ends[stop], plan.block):
@@ -467,7 +467,7 @@ def _target_kernel(spec: _Spec) -> Callable:
         out_p: Tensor,
         out_log_p: Tensor | None,
     ) -> _TargetSums:
-        """logits [L, V]; columns [1, V] = 0..V-1; target_ids, raised [S]. Writes p_S and log p_S to `out_*` [L, S]."""
+        """logits [L, V]; columns [1, V] = 0..V-1; target_ids [S]; raised [V]. Writes p_S and log p_S to `out_*` [L, S]."""
         z = _temper(cap_logits(logits.to(spec.math), spec.logit_scale, spec.soft_cap), spec.temperature)
         best = _first(z == z.amax(-1, keepdim=True), columns)
         z = raise_logits(z, raised)

@@ -178,8 +178,8 @@ class TeacherRows:
     index: [K, M] int64, the row of `last` that is the teacher of (k, m); anything where (k, m) is not supervised.
     target_ids: [S] int64, target ids of the draft columns; None = all of 0..V-1.
     soft_cap: c of c tanh(logits / c) (Gemma-2), or None.   logit_scale: a factor (Cohere, Granite).
-    raised: [S], added to the tempered logits of both sides where columns stand for others (training/sampled.py; then target_ids
-    is None); `hit` and the argmax are of the logits before.
+    raised: [V], added to the tempered logits of both sides where columns stand for others (training/sampled.py); `hit` and the
+    argmax are of the logits before.
     """
 
     last: Tensor
@@ -189,6 +189,11 @@ class TeacherRows:
     logit_scale: float = 1.0
     soft_cap: float | None = None
     raised: Tensor | None = None
+
+    @property
+    def draft_raised(self) -> Tensor | None:
+        """`raised` of the draft columns, [S]."""
+        return self.raised if self.raised is None or self.target_ids is None else self.raised[self.target_ids]
 
 
 @dataclass
@@ -223,7 +228,7 @@ def plain_draft_loss(
     at = teacher.index[rows]
     log_p = log_p[at]
     logits = product(projected[rows], weight).to(log_p.dtype)
-    log_q = raise_logits(logits / config.temperature, teacher.raised).log_softmax(-1)
+    log_q = raise_logits(logits / config.temperature, teacher.draft_raised).log_softmax(-1)
     values = row_losses(log_p, log_q, log_mass[at], labels[rows], config)
     with torch.no_grad():
         alpha = scatter(acceptance(log_p, log_q), valid)

@@ -47,7 +47,8 @@ def training_estimate(
     head = drafter.lm_head.weight
     sampled = min(1.0, config.objective.sampled_vocab / len(head)) or 1.0  # share of the head's rows in a step's loss
     per_row = 6 * (parameters - (1 - sampled) * head.numel()) * config.objective.steps
-    epoch = (per_row + 2 * sampled * target.head_weight.numel()) * supervised
+    asked = min(1.0, config.objective.sampled_vocab / target.vocab_size) or 1.0  # and of the target's
+    epoch = (per_row + 2 * asked * target.head_weight.numel()) * supervised
     states_gb = tokens * (len(target.tap_layers) + 1) * target.hidden_size * target.dtype.itemsize / 1e9
     held_gb = min(states_gb, cache_gb) if cache_gb is not None else 0.0
     epochs = config.epochs or math.inf

@@ -23,15 +23,15 @@ from specdraft.losses import LossConfig, TeacherRows
 from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.target import TargetModel
 from specdraft.training.metrics import row_sums
-from specdraft.training.sampled import ColumnSample
+from specdraft.training.sampled import Sampler
 
 
 @dataclass
 class ObjectiveConfig:
     """steps: K of the unroll. mean: each step's loss is averaged over supervised `rows`, or over `sequences` (each sequence
     weighs the same, whatever its length).
-    sampled_vocab: columns of the draft vocabulary that stand for all in a training step (sampled.py); 0 = all. 8192 makes the
-    loss about as cheap as that of a trimmed head."""
+    sampled_vocab: columns of the draft vocabulary that stand for all in a training step (sampled.py); 0 = all. Where the head is
+    trimmed, an eighth as many more stand for what is outside its map."""
 
     steps: int = 7
     sampled_vocab: int = 0
@@ -60,10 +60,9 @@ class Objective(nn.Module):
         self.drafter, self.target, self.config = drafter, target, config
         vocab_map = drafter.lm_head.vocab_map
         self.draft_index = None if vocab_map is None else vocab_map.draft_index.to(target.device)
-        self.by_frequency = None
-        if 0 < config.sampled_vocab < len(drafter.lm_head.weight):
-            counts = counts if vocab_map is None else counts[vocab_map.target_ids]
-            self.by_frequency = counts.argsort(descending=True, stable=True).to(target.device)
+        self.sampler = None
+        if 0 < config.sampled_vocab < target.vocab_size:
+            self.sampler = Sampler(counts.to(target.device), self.draft_index, config.sampled_vocab)
 
     def forward(
         self, taps: Tensor, last: Tensor, input_ids: Tensor, rows: Rows, denominator: Tensor
@@ -76,17 +75,15 @@ class Objective(nn.Module):
         head = self.drafter.lm_head
         hidden = self.drafter.unroll(taps, input_ids, rows.index, self.config.steps)
         projected = head.project(hidden.flatten(1, 2).index_select(1, rows.slot))
-        labels = input_ids.flatten()[rows.label_at]
-        labels = rows.shifted(labels if self.draft_index is None else self.draft_index[labels])
+        tokens = rows.shifted(input_ids.flatten()[rows.label_at])
+        labels = tokens if self.draft_index is None else self.draft_index[tokens]
         share = row_shares(rows, denominator, self.config.mean)
         teacher, weight = self.teacher(last, rows), head.weight
-        if self.training and self.by_frequency is not None:
-            sample = ColumnSample.draw(self.by_frequency, labels, self.config.sampled_vocab)
-            weight, labels, teacher = (
-                weight[sample.columns],
-                sample.labels(labels),
-                self.sampled_teacher(teacher, sample),
-            )
+        if self.training and self.sampler is not None:
+            sample = self.sampler.draw(tokens)
+            weight, labels = weight[sample.columns], sample.labels(labels)
+            weights = teacher.head_weight[sample.ids]
+            teacher = replace(teacher, head_weight=weights, target_ids=sample.inside, raised=sample.raised)
         config = self.config
         out = fused_draft_loss(projected, weight, teacher, rows.valid, share, labels, config.loss, config.chunk)
         return out.loss, row_sums(rows.valid, out.row_loss, out.alpha, out.hit, labels < 0)
@@ -98,11 +95,6 @@ class Objective(nn.Module):
         index = rows.shifted(torch.arange(len(normed), device=normed.device))
         ids = self.drafter.lm_head.target_ids()
         return TeacherRows(normed, target.teacher_head, index, ids, target.logit_scale, target.soft_cap)
-
-    def sampled_teacher(self, teacher: TeacherRows, sample: ColumnSample) -> TeacherRows:
-        """The same rows over the sample's columns only; the law that was renormalised on a trimmed vocabulary stays so."""
-        ids = sample.columns if teacher.target_ids is None else teacher.target_ids[sample.columns]
-        return replace(teacher, head_weight=teacher.head_weight[ids], target_ids=None, raised=sample.raised)
 
 
 @dataclass(frozen=True)

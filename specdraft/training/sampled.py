@@ -1,13 +1,16 @@
-"""A part of the draft vocabulary that stands for the whole of it in one training step.
+"""A part of the vocabulary that stands for the whole of it in one training step.
 
 Every step's labels and the most frequent tokens are always in (their logits as they are). Of the N other columns n are drawn
 without replacement, and their logits, the teacher's and the drafter's alike, are raised by log(N/n): then the sums of
 exp(logit) over the sample, and over each side's own law, estimate those over all columns without bias. The cost of the loss
 no longer depends on V, and rows that nobody says are still held down. Evaluation always uses the whole vocabulary.
 
+Where the head is trimmed, its columns are sampled so, and the tokens outside its map too, for the teacher alone: its law, its argmax and
+what acceptance loses outside the map stay those of the true vocabulary.
+
 Importance-sampled softmax (arXiv 1412.2007), on both sides of a distillation loss. This file knows nothing of models or losses.
 
-Letters: S sampled columns, V draft vocabulary.
+Letters: S sampled columns of the drafter's, V vocabulary, of the target or, in `ColumnSample`, of what is sampled from.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+OUTSIDE = 1 / 8  # columns outside a trimmed head's map, for every one inside that is asked for
 ALWAYS = 7 / 8  # share of the sample that labels and frequent columns take; the rest is drawn
 
 
@@ -50,6 +54,48 @@ class ColumnSample:
         place[columns] = torch.arange(len(columns), device=columns.device)
         return cls(columns, raised, place)
 
+
+@dataclass(frozen=True)
+class Sample:
+    """columns: [S] int64, of the head's rows.   ids: target ids of the teacher's columns, those of `columns` first.   inside: [S] their
+    places among `ids`; None = all of these are the head's.   raised: fp32, of the teacher's columns.   place: see ColumnSample."""
+
+    columns: Tensor
+    ids: Tensor
+    inside: Tensor | None
+    raised: Tensor
+    place: Tensor
+
     def labels(self, labels: Tensor) -> Tensor:
-        """Columns of the vocabulary -> of the sample; -1 stays."""
+        """Columns of the head -> of the sample; -1 stays."""
         return torch.where(labels < 0, -1, self.place[labels])
+
+
+class Sampler:
+    """Draws the columns of a step for a head over all of V, or over a map's tokens."""
+
+    def __init__(self, counts: Tensor, draft_index: Tensor | None, size: int):
+        """counts: [V], how often each target id is supervised.   draft_index: [V] the head's column of each target id, -1 = none; None =
+        the id itself.   size: columns to draw, of those that the head has."""
+        self.size, self.draft_index = size, draft_index
+        ids = counts.argsort(descending=True, stable=True)
+        if draft_index is None:
+            self.by_frequency, self.target_ids = ids, None
+            return
+        columns = draft_index[ids]
+        self.by_frequency, self.outside = columns[columns >= 0], ids[columns < 0]
+        self.target_ids = torch.empty_like(self.by_frequency).scatter_(0, self.by_frequency, ids[columns >= 0])
+        self.outside_place = torch.full_like(draft_index, -1)
+        self.outside_place[self.outside] = torch.arange(len(self.outside), device=ids.device)
+
+    def draw(self, tokens: Tensor) -> Sample:
+        """tokens: target ids of the step's labels, any shape."""
+        if self.draft_index is None:
+            own = ColumnSample.draw(self.by_frequency, tokens, self.size)
+            return Sample(own.columns, own.columns, None, own.raised, own.place)
+        own = ColumnSample.draw(self.by_frequency, self.draft_index[tokens], self.size)
+        others = torch.arange(len(self.outside), device=tokens.device)  # in falling order of frequency
+        other = ColumnSample.draw(others, self.outside_place[tokens], int(OUTSIDE * self.size))
+        ids = torch.cat([self.target_ids[own.columns], self.outside[other.columns]])
+        inside = torch.arange(len(own.columns), device=tokens.device)
+        return Sample(own.columns, ids, inside, torch.cat([own.raised, other.raised]), own.place)

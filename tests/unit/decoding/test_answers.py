@@ -285,7 +285,9 @@ def test_a_budget_of_minutes(target, tmp_path, minutes, turns):
     fit = {1: 6, 2: 2}[turns]  # two turns want eight minutes when they begin, though here the first is the last
     for _ in range(2):
         assert answered(10) == [prompt.id for prompt in prompts[:fit]]
-        assert answers.minutes_spent(tmp_path) == 10  # all of it, and no more by asking again: training has the same rest
+        assert (
+            answers.minutes_spent(tmp_path) == 10
+        )  # all of it, and no more by asking again: training has the same rest
     assert answered(None) == [prompt.id for prompt in prompts]
 
 
