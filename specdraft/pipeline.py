@@ -45,7 +45,7 @@ from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.heads import HeadConfig, check_vocabulary, head_rank
 from specdraft.models.initialise import DrafterConfig, eagle3_config, new_drafter, warm_start
 from specdraft.models.target import TargetModel
-from specdraft.provenance import hash_json, require_disk, sole_writer
+from specdraft.provenance import hash_file, hash_json, require_disk, sole_writer
 from specdraft.training.loop import TrainConfig, Trainer, TrainResult
 from specdraft.training.objective import ObjectiveConfig, Rows, supervised_counts
 from specdraft.training.optim import OptimConfig
@@ -149,7 +149,7 @@ class RunConfig(JobConfig):
 @dataclass
 class Job:
     """What a job works with.   states: of the target for both sets of examples.   rows: all answers, by prompt id.
-    minutes: that they took."""
+    minutes: that they took, in all runs; answering: seconds of it in this one."""
 
     accelerator: Accelerator
     target: TargetModel
@@ -159,6 +159,7 @@ class Job:
     train: list[Example]
     held_out: list[Example]
     minutes: float
+    answering: float
 
 
 def run(config: RunConfig) -> None:
@@ -175,18 +176,18 @@ def run(config: RunConfig) -> None:
     drafter = new_drafter(target, config.drafter, config.head, vocab_map, features)
     if config.warm_start is not None:
         warm_start(drafter, load_drafter(config.warm_start, target, torch.float32), f"warm_start {config.warm_start}")
-    identity = {
-        "target": target.hash,
-        "vocabulary map": vocab_map.hash if vocab_map else "none",
-        "head": config.head.kind,
-    }
-    trainer = make_trainer(job, drafter, config, identity)
+    trainer = make_trainer(job, drafter, config, identity_of(config, drafter, target))
     with sole_writer(folder) if accelerator.is_main_process else contextlib.nullcontext():
+        training = time.perf_counter()
         trained = trainer.run()
+        training = time.perf_counter() - training
+        if isinstance(job.states, Online) and job.states.bad:
+            accelerator.print(f"training: {len(job.states.bad)} examples had NaN or infinite states and were left out")
         if accelerator.is_main_process:
             drafter.to(target.dtype).eval()  # which is fp32 where the processor has no bf16
             measured = measure(target, drafter, job.held_out_rows, config.measure)
-            minutes = (time.perf_counter() - started) / 60
+            # answers and training may have been made by several runs of the command, the rest by this one
+            minutes = job.minutes + (trained.seconds + time.perf_counter() - started - job.answering - training) / 60
             write_results(folder, config, target, drafter, job.rows, trained, measured, minutes)
     accelerator.wait_for_everyone()
     accelerator.end_training()
@@ -209,10 +210,12 @@ def prepare(accelerator: Accelerator, target: TargetModel, config: JobConfig, ne
     and at most."""
     train_prompts, held_out_prompts = choose_prompts(config, needed, count)
     states: HiddenStates
-    minutes = 0.0
+    minutes = answering = 0.0
     if config.states is None:
         states = Online(target, cache_bytes=int(config.cache_gb * 1e9))
+        answering = time.perf_counter()
         rows = answer(accelerator, target, states, held_out_prompts + train_prompts, config)
+        answering = time.perf_counter() - answering
         minutes = minutes_spent(answers_folder(target, config))
     else:
         states = Shards(config.states, target)
@@ -225,7 +228,23 @@ def prepare(accelerator: Accelerator, target: TargetModel, config: JobConfig, ne
     check_masks(train, target.tokenizer)
     if isinstance(states, Shards):
         states.require([*train, *held_out])
-    return Job(accelerator, target, states, rows, held_out_rows, train, held_out, minutes)
+    return Job(accelerator, target, states, rows, held_out_rows, train, held_out, minutes, answering)
+
+
+def identity_of(config: RunConfig, drafter: Eagle3Drafter, target: TargetModel) -> dict[str, str]:
+    """What a run starts from, by name: only a run that started from the same is gone on with."""
+    vocab_map, rank = drafter.lm_head.vocab_map, drafter.config.head.rank
+    body = {f"drafter.{key}": str(value) for key, value in vars(config.drafter).items()}
+    body["drafter.tap_layers"] = str(drafter.config.tap_layers)
+    head = {"head": config.head.kind, "head.rank": str(rank), "head.init": config.head.init}
+    start = "none" if config.warm_start is None else hash_file(config.warm_start / "model.safetensors")
+    return {
+        "target": target.hash,
+        "vocabulary map": vocab_map.hash if vocab_map else "none",
+        "warm start": start,
+        **head,
+        **body,
+    }
 
 
 def make_trainer(job: Job, drafter: Eagle3Drafter, config: JobConfig, identity: dict[str, str]) -> Trainer:
@@ -243,7 +262,9 @@ def training_limits(config: JobConfig, spent: float) -> TrainConfig:
     train = config.train
     if config.minutes is None:
         return train
-    left = config.minutes - spent
+    left = config.minutes - min(
+        spent, config.answers.max_minutes
+    )  # another run may have spent more on the same answers
     return replace(train, max_minutes=left if train.max_minutes is None else min(left, train.max_minutes))
 
 
@@ -265,7 +286,13 @@ def check_drafter(config: RunConfig, target: TargetModel) -> None:
                 f"head.vocab {config.head.vocab}: made for {vocab.vocab_size} tokens, the target has {target.vocab_size}; build it again"
             )
         require_tokens(vocab, target.eos_token_ids, f"head.vocab {config.head.vocab}")
+    elif config.head.kind == "trimmed":
+        counted_map(
+            target, torch.zeros(target.vocab_size, dtype=torch.int64), config.head
+        )  # whether it can be made at all
     eagle3_config(target, config.drafter, config.head)
+    if config.warm_start is not None:
+        load_drafter(config.warm_start, target, torch.float32)
 
 
 def choose_prompts(config: JobConfig, needed: int, count: int) -> tuple[list[Prompt], list[Prompt]]:
@@ -292,12 +319,20 @@ def answer(
     kept = folder / f"states-{taps}-{accelerator.process_index:05}"
     part = folder / f"part-{accelerator.process_index:05}.jsonl"
     known = read_parts(target, folder, prompts)
+    accelerator.wait_for_everyone()  # what each process answers follows from what all of them have read
     missing = [prompt for prompt in prompts if prompt.id not in known]
     accelerator.print(f"answers: {len(prompts)} prompts, {len(known)} answered already ({folder})")
     states.load(kept)
     if missing:
-        require_disk(folder, 20 * len(missing) * config.answers.max_new_tokens, "answers")
+        kept_bytes = states_room(target, states, missing, config)
+        require_disk(
+            folder, 20 * len(missing) * config.answers.max_new_tokens + kept_bytes, "answers and hidden states"
+        )
         accelerator.print(estimate_answers(target, missing, config.answers, part))
+        if kept_bytes:
+            accelerator.print(
+                f"hidden states: up to {kept_bytes / 1e9:.1f} GB more of memory, and of disk, are kept for training"
+            )
     mine = missing[accelerator.process_index :: accelerator.num_processes]
     if mine:
         keep, held = states.remember if states.cache_bytes else None, states.used_bytes
@@ -308,6 +343,12 @@ def answer(
                 states.save(kept)
     accelerator.wait_for_everyone()
     return read_parts(target, folder, prompts) if missing else known
+
+
+def states_room(target: TargetModel, states: Online, prompts: Sequence[Prompt], config: JobConfig) -> int:
+    """Bytes that the hidden states kept with the answers to these prompts may take, at most."""
+    per_token = (len(target.tap_layers) + 1) * target.hidden_size * target.dtype.itemsize
+    return min(states.cache_bytes - states.used_bytes, len(prompts) * config.max_length * per_token)
 
 
 def answers_folder(target: TargetModel, config: JobConfig) -> Path:
@@ -341,7 +382,11 @@ def choose_vocabulary(target: TargetModel, train: list[Example], head: HeadConfi
         return None
     if head.vocab is not None:
         return VocabMap.load(Path(head.vocab))
-    counts = count_tokens(train, target.vocab_size)
+    return counted_map(target, count_tokens(train, target.vocab_size), head)
+
+
+def counted_map(target: TargetModel, counts: torch.Tensor, head: HeadConfig) -> VocabMap:
+    """The most frequent tokens, by counts [V], and the required ones. Raises UserError for a size that they do not fit."""
     always = required_ids(target.tokenizer, target.eos_token_ids, target.vocab_size)
     return VocabMap.from_counts(counts, head.vocab_size or TRIMMED_SIZE, always)
 

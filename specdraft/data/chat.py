@@ -291,6 +291,8 @@ def _normalise(messages: Any) -> list[dict[str, str]]:
         if not isinstance(role, str) or not isinstance(content, str):
             raise UserError("every message needs a role and a content, both text")
         reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name)), None)
+        if not isinstance(reasoning, str | None):
+            raise UserError("a message's reasoning must be text")
         result.append({"role": role, "content": content} | ({"reasoning_content": reasoning} if reasoning else {}))
     while result and result[-1]["role"] != "assistant":
         result.pop()

@@ -19,7 +19,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +45,7 @@ from specdraft.training.optim import OptimConfig, build_optimizers, schedule, se
 from specdraft.training.processes import Interrupt, check_processes, choose_optimizer
 
 DRAFTER = "drafter."  # the drafter's name in Objective's state
+MOST_SEED = 2**31  # numpy takes 32 bits, and every process adds its number
 FREE = ("eval_every", "save_every", "log_every", "keep", "tracker", "processes", "resume")  # may change on resume
 
 
@@ -82,6 +83,8 @@ class TrainConfig:
         for key, value in {**limits, **required}.items():
             if value is not None and not value > 0:
                 raise UserError(f"train.{key}: got {value}, allowed: above 0")
+        if not 0 <= self.seed < MOST_SEED:
+            raise UserError(f"train.seed: got {self.seed}, allowed: 0 to {MOST_SEED - 1}")
 
 
 @dataclass
@@ -192,6 +195,11 @@ class Trainer:
         self.train = supervised(train, config.objective.steps, "training data")
         self.held_out = supervised(held_out, config.objective.steps, "held-out data")
         self.world, self.rank = accelerator.num_processes, accelerator.process_index
+        if len(self.held_out) < self.world:
+            raise UserError(
+                f"held-out data: got {len(self.held_out)} examples for {self.world} processes, allowed: one for each or more; give more "
+                "prompts, or launch fewer processes"
+            )
         self.plan = Plan([len(example.input_ids) for example in self.train], config, self.world)
         self.counts = supervised_counts([example.loss_mask for example in self.train], config.objective.steps)
         data = {"training data": _hash(self.train), "held-out data": _hash(self.held_out)}
@@ -267,6 +275,9 @@ class Trainer:
             self._evaluate()
         if self.saved_at != self.step:
             self._save()
+        if stop_signal := self._agree(interrupt, is_last=True):
+            self.accelerator.print(f"stopped by signal {stop_signal} at the end of training; run again to go on")
+            raise SystemExit(128 + stop_signal)
         return stopped_by
 
     def _train_step(self, batches: list[list[int]]) -> None:
@@ -321,13 +332,13 @@ class Trainer:
         """The budget less the evaluation at its end."""
         return max(self.config.max_minutes * 60 - self.pace.evaluation, 1e-3)
 
-    def _agree(self, interrupt: Interrupt) -> int:
+    def _agree(self, interrupt: Interrupt, is_last: bool = False) -> int:
         """The signal that any process got (0 = none); and the slowest process's times become those of all. On an accelerator this
-        waits for the device, so there it happens at the steps that log."""
+        waits for the device, so there it happens at the steps that log, and where `is_last`."""
         mine = (float(interrupt.signal), self.clock.elapsed(), self.clock.step_seconds(), self.clock.evaluation_seconds)
         if self.world > 1:
             waits = self.accelerator.device.type != "cpu"
-            if waits and self.pace is not None and not self._due(self.config.log_every):
+            if waits and self.pace is not None and not is_last and not self._due(self.config.log_every):
                 return 0
             mine = self.accelerator.reduce(torch.tensor(mine, device=self.accelerator.device), "max").tolist()
         self.pace = Pace(*mine[1:])
@@ -427,8 +438,12 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """What an `Objective`, wrapped or not, says of these examples. share [K]: what each step's loss is divided by."""
     batch = states.batch(examples).to(device)
-    rows = Rows.from_masks([example.loss_mask for example in examples], steps)
-    return model(batch.taps, batch.last, batch.input_ids, rows.to(device), share.to(device, non_blocking=True))
+    rows = Rows.from_masks([example.loss_mask for example in examples], steps).to(device)
+    is_known = batch.loss_mask.any(1)[
+        rows.sequence
+    ]  # the source empties the mask of an example whose states are not finite
+    rows = replace(rows, valid=rows.valid & is_known)
+    return model(batch.taps, batch.last, batch.input_ids, rows, share.to(device, non_blocking=True))
 
 
 @torch.no_grad()

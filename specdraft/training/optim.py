@@ -43,6 +43,8 @@ class OptimConfig:
         for key, value in positive.items():
             if not value > 0:
                 raise UserError(f"optim.{key}: got {value}, allowed: above 0")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise UserError(f"optim.betas: got {self.betas}, allowed: two numbers from 0 to below 1")
         shares = {"warmup": self.warmup, "floor": self.floor, "momentum": self.momentum}
         for key, value in shares.items():
             if not 0 <= value <= 1:

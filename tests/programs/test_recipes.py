@@ -162,6 +162,8 @@ BAD = [
     (["--target=nowhere"], "nowhere"),
     (["--target=t5"], "t5"),
     (["--head.rank=33"], "head.rank: got 33, allowed: 1 to the width 32"),
+    (["--head.kind=trimmed", "--head.vocab-size=10", "--output=new"], "vocabulary size: got 10"),
+    (["--warm-start=nowhere", "--output=new"], "nowhere"),
     (["--prompts=empty.jsonl"], "empty.jsonl"),
     (["--prompts=broken.jsonl"], "broken.jsonl"),
     (["--prompts=nowhere.jsonl"], "nowhere.jsonl"),
@@ -188,6 +190,7 @@ def test_bad_input_is_one_line_and_exit_code_2(workdir, flags, message):
     assert_one_line(done.stderr, message)
     assert not (workdir / "runs" / name / "drafter").exists()
     assert not (workdir / "runs" / name / "summary.json").exists()
+    assert not (workdir / "new").exists(), "answered before it was found"
 
 
 def assert_one_line(stderr, message):

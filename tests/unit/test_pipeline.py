@@ -48,8 +48,9 @@ def test_several_answers_to_a_training_prompt():
 @pytest.mark.parametrize(
     ("minutes", "own", "spent", "allowed"),
     [
-        (22.5, None, 13.0, 9.5),
+        (22.5, None, 11.0, 11.5),
         (22.5, None, 6.0, 16.5),
+        (22.5, None, 40.0, 10.5),  # another run had more time for the same answers; these are allowed 12
         (22.5, 5.0, 6.0, 5.0),
         (None, None, 6.0, None),
         (None, 5.0, 6.0, 5.0),

@@ -275,22 +275,24 @@ def test_every_row_is_accounted_for(make):
         turns("What?"),
         turns("What?", "The sea.", system="Be brief"),  # the template raises
         [{"role": "user", "content": ["an image"]}, {"role": "assistant", "content": "a"}],
+        [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "Sea", "thinking": True}],
         "no messages",
         turns("What? " * 200, "The sea."),
         turns("And?", "The answer."),
     ]
     examples, account = encode_conversations(make(LLAMA2), ((str(i), row) for i, row in enumerate(rows)), 100)
-    assert [example.id for example in examples] == ["0", "6"]
+    assert [example.id for example in examples] == ["0", "7"]
     assert account.kept == 2
     assert account.total == len(rows)
     assert account.skipped == {
         "no assistant turn": 1,
         "chat template: only user and assistant roles": 1,
         "every message needs a role and a content, both text": 1,
+        "a message's reasoning must be text": 1,
         "messages must be a list of objects with role and content": 1,
         "prompt alone fills max_length=100": 1,
     }
-    assert "2 of 7 rows kept, skipped: 1 x" in str(account)
+    assert "2 of 8 rows kept, skipped: 1 x" in str(account)
 
 
 def test_template_that_drops_answers_is_refused_with_counts_and_a_row(make):

@@ -18,7 +18,7 @@ from tiny_training import Config, make_trainer, small_run, tiny_examples
 from specdraft.config import UserError
 from specdraft.data.chat import Example
 from specdraft.training import checkpoint, metrics
-from specdraft.training.loop import Plan, TrainConfig, Trainer
+from specdraft.training.loop import Plan, TrainConfig, Trainer, forward
 from specdraft.training.metrics import make_report
 from specdraft.training.optim import OptimConfig, schedule
 from specdraft.training.processes import make_accelerator
@@ -125,6 +125,21 @@ def test_signal_saves_and_stops(finished, accelerator, tmp_path, number, code):
     assert checkpoint.newest_state(tmp_path / "parts")[0].name == "step-00000005"
     run(accelerator, tmp_path / "parts")
     assert_same_files(finished, tmp_path / "parts")
+
+
+def test_a_signal_in_the_last_evaluation_is_heard(finished, accelerator, tmp_path):
+    """Nothing more is done after it; the same command finds the training finished."""
+
+    def interrupted(trainer):
+        evaluate = trainer._evaluate
+        trainer._evaluate = lambda: (evaluate(), trainer.step == 10 and os.kill(os.getpid(), signal.SIGTERM))
+
+    with pytest.raises(SystemExit) as stop:
+        run(accelerator, tmp_path / "run", change=interrupted)
+    assert stop.value.code == 143
+    _, again = run(accelerator, tmp_path / "run")
+    assert again.steps == 10
+    assert_same_files(finished, tmp_path / "run")
 
 
 def damage_mark(folder):
@@ -332,6 +347,27 @@ def test_not_finite_loss_stops(accelerator, tmp_path):
         run(accelerator, tmp_path, replace(small_run(), eval_every=0), change=poison)
 
 
+def test_examples_without_finite_states_are_left_out(accelerator, tmp_path):
+    """Fault 7: neither trained on nor counted, though their own masks say otherwise."""
+    trainer = make_trainer(Config(tmp_path), accelerator)
+    device, examples = accelerator.device, trainer.train[:3]
+    features = trainer.states.target.features
+
+    def broken(input_ids, lengths):
+        found = features(input_ids, lengths)
+        if torch.equal(input_ids[0], examples[1].input_ids):
+            found.last[0, 3] = math.nan
+        return found
+
+    trainer.states.target.features = broken
+    share = torch.ones(3)
+    loss, sums = forward(trainer.model, trainer.states, examples, share, 3, device)
+    others = [forward(trainer.model, trainer.states, [examples[i]], share, 3, device) for i in (0, 2)]
+    torch.testing.assert_close(loss, others[0][0] + others[1][0])
+    torch.testing.assert_close(sums, others[0][1] + others[1][1])
+    assert len(trainer.states.bad) == 1
+
+
 def test_tracker_gets_the_figures(accelerator, tmp_path):
     AcceleratorState._reset_state(reset_partial_state=True)
     tracked = make_accelerator("no", None, "tensorboard", tmp_path)
@@ -361,7 +397,7 @@ def test_plan_covers_every_example_once():
     assert by_split[0] == by_split[1] == by_split[2]
 
 
-def test_nothing_to_learn_is_refused(accelerator, tmp_path):
+def test_nothing_to_learn_is_refused(accelerator, tmp_path, monkeypatch):
     """Fault 1, at the last gate."""
     config = Config(tmp_path)
     trainer = make_trainer(config, accelerator)
@@ -371,6 +407,11 @@ def test_nothing_to_learn_is_refused(accelerator, tmp_path):
         Trainer(accelerator, *arguments, empty, trainer.held_out, config.train, tmp_path, {})
     with pytest.raises(UserError, match="held-out data: none of 0 examples"):
         Trainer(accelerator, *arguments, trainer.train, [], config.train, tmp_path, {})
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(type(accelerator), "num_processes", 2)
+    with pytest.raises(UserError, match="held-out data: got 1 examples for 2 processes"):
+        Trainer(accelerator, *arguments, trainer.train, trainer.held_out[:1], config.train, tmp_path, {})
+    monkeypatch.undo()
     with pytest.raises(UserError, match="a step needs at least 64"):
         Trainer(
             accelerator,
@@ -391,6 +432,8 @@ def test_nothing_to_learn_is_refused(accelerator, tmp_path):
         ({"max_minutes": -1.0}, "train.max_minutes"),
         ({"keep": 0}, "train.keep"),
         ({"tokens_per_batch": 0}, "train.tokens_per_batch"),
+        ({"seed": -1}, "train.seed: got -1"),
+        ({"seed": 5_000_000_000}, "train.seed: got 5000000000"),
     ],
 )
 def test_bad_values(values, says):

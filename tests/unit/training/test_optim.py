@@ -88,6 +88,7 @@ def test_set_learning_rate_keeps_ratios():
         ({"head_lr": -1.0}, "optim.head_lr"),
         ({"warmup": 1.5}, "optim.warmup"),
         ({"clip": -1.0}, "clip"),
+        ({"betas": [1.5, 0.9]}, "optim.betas: got"),
         ({"name": "sgd"}, "adamw"),
     ],
 )
