@@ -25,7 +25,7 @@ venv: .venv/ready
 	@touch $@
 
 train: .venv/ready
-	$(BIN)/accelerate launch recipes/train_slimspec.py
+	$(BIN)/accelerate launch --quiet recipes/train_slimspec.py
 
 test: .venv/ready lint
 	$(BIN)/python -m pytest -m "not gpu and not deepspeed and not speculators"

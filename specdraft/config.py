@@ -10,6 +10,7 @@ import dataclasses
 import errno
 import io
 import re
+import signal
 import sys
 import types
 import typing
@@ -131,7 +132,8 @@ def parse_config(cls: type[Config], argv: Sequence[str] | None = None) -> Config
 
 def run_program(main: Callable[[Any], Any], cls: type) -> None:
     """The `__main__` of every program: parse, run, and turn a UserError, or a file that the system does not let us read or
-    write, into one line and exit code 2; Ctrl-C into one line and 130."""
+    write, into one line and exit code 2; Ctrl-C into one line and 130. SIGTERM ends it with 143, what is finished put on disk first."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         main(parse_config(cls))
     except UserError as error:
@@ -146,6 +148,8 @@ def run_program(main: Callable[[Any], Any], cls: type) -> None:
     except KeyboardInterrupt:
         print("stopped by Ctrl-C; what is finished stays on disk: run again to go on", file=sys.stderr)
         sys.exit(130)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _complete_switches(cls: type, argv: list[str]) -> list[str]:

@@ -36,6 +36,7 @@ from specdraft.decoding.answers import (
     minutes_spent,
     read_parts,
 )
+from specdraft.decoding.generate import autoregressive_generate
 from specdraft.decoding.length_policies import Fixed
 from specdraft.decoding.measure import Contender, Speedup, drafts, measure_speedups
 from specdraft.decoding.sampling import Sampling
@@ -427,6 +428,7 @@ def measure(
     """(the draft that was chosen, all that were tried on prompts of their own, the speedup of the chosen one)."""
     prompts = [row.input_ids[: row.spans[0][0]] for row in rows]
     options = {"temperature": config.temperature}
+    print(measuring_estimate(target, drafter, prompts, config))
     if config.draft_length is None:
         contenders = drafts(drafter, target.device)
         trial, prompts = prompts[-config.trial_prompts :], prompts[: -config.trial_prompts] or prompts
@@ -443,6 +445,17 @@ def measure(
         **options,
     )
     return chosen, tried, found[chosen]
+
+
+def measuring_estimate(
+    target: TargetModel, drafter: Eagle3Drafter, prompts: Sequence[Sequence[int]], config: MeasureConfig
+) -> str:
+    """One line: how many tokens are decoded at most, and how long the target alone would take over them."""
+    trace = autoregressive_generate(target, prompts[0], max_new_tokens=32).trace
+    sides = 0 if config.draft_length is not None else 1 + len(drafts(drafter, target.device))
+    trials = sides * min(config.trial_prompts, len(prompts)) * config.trial_tokens
+    tokens = trials + 2 * min(config.prompts, len(prompts)) * config.max_new_tokens
+    return f"measuring: at most {tokens:,} tokens, about {tokens * trace.seconds / trace.tokens / 60:.1f} minutes"
 
 
 def write_results(

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, set_seed
+from accelerate.utils import DistributedType, broadcast, set_seed
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -208,6 +208,10 @@ class Trainer:
         body = [parameter for name, parameter in drafter.named_parameters() if not name.startswith("lm_head.")]
         self.state_bytes = 12 * sum(parameter.numel() for parameter in head + body)  # weights and two moments, fp32
         _configure_deepspeed(accelerator, config)
+        for parameter in drafter.parameters() if self.world > 1 else ():
+            broadcast(
+                parameter.data
+            )  # factors of states that were rounded otherwise may differ, and shards must be of one drafter
         objective = Objective(drafter, target, config.objective, count_tokens(self.train, target.vocab_size))
         self.model, *self.optimizers = accelerator.prepare(objective, *build_optimizers(body, head, optim))
         if isinstance(self.model, DistributedDataParallel):

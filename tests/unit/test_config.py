@@ -1,6 +1,8 @@
 """Defaults < YAML < flags, at any depth; what does not fit is one clear line."""
 
 import errno
+import os
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -106,6 +108,24 @@ def test_a_full_disk_and_ctrl_c_are_one_line(monkeypatch, capsys, error, code, l
         run_program(main, Outer)
     assert stop.value.code == code
     assert capsys.readouterr().err.startswith(line)
+
+
+def test_sigterm_ends_what_runs_in_order(monkeypatch):
+    """By an exception, so that `finally` writes what is finished."""
+    ended, handler = [], signal.getsignal(signal.SIGTERM)
+
+    def main(config):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            ended.append(True)
+
+    monkeypatch.setattr("sys.argv", ["program"])
+    with pytest.raises(SystemExit) as stop:
+        run_program(main, Outer)
+    assert stop.value.code == 143
+    assert ended
+    assert signal.getsignal(signal.SIGTERM) is handler
 
 
 def test_a_program_ends_with_code_2(monkeypatch, capsys):

@@ -62,13 +62,14 @@ def test_equals_the_plain_loss(head, name, position):
         assert_equal(arguments, config, ChunkConfig(max_rows=3, compile="off"), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("head", ["lowrank", "trimmed"])
 @pytest.mark.parametrize(
     ("name", "temperature", "compile"),
     [*((name, t, "off") for name in LOSSES for t in (1.0, 1.7)), ("forward_kl", 1.0, "on")],
 )
-def test_equals_the_plain_loss_over_raised_columns(name, temperature, compile):
+def test_equals_the_plain_loss_over_raised_columns(head, name, temperature, compile):
     """Columns that stand for others: both sides are raised after the temperature, the argmax is of the logits before."""
-    arguments = problem("lowrank", torch.float64)
+    arguments = problem(head, torch.float64)
     raised = torch.where(torch.rand(V) < 0.5, 2.5, 0.0).double()
     arguments = (*arguments[:2], replace(arguments[2], raised=raised), *arguments[3:])
     assert_equal(
@@ -307,6 +308,19 @@ def test_compiled_equals_the_plain_loss(head, config):
         assert_equal(problem(head, vocab=301, rows=rows), config, chunk, rtol=2e-4, atol=5e-5)
     kernels = fused._kernel.cache_info().currsize
     assert kernels == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile", ["off", "on"])
+@pytest.mark.parametrize("head", ["full", "trimmed", "lowrank"])
+def test_on_a_gpu(head, compile):
+    """Its own plan of chunks, and Triton's kernels, against the plain loss."""
+    projected, weight, teacher, *rest = problem(head, vocab=301)
+    moved = {key: value.cuda() for key, value in vars(teacher).items() if isinstance(value, Tensor)}
+    leaves = [tensor.detach().cuda().requires_grad_() for tensor in (projected, weight)]
+    arguments = (*leaves, replace(teacher, **moved), *(tensor.cuda() for tensor in rest))
+    config = LossConfig(dict.fromkeys(LOSSES, 1.0), temperature=1.3, teacher_top_k=5)
+    assert_equal(arguments, config, ChunkConfig(max_rows=6, compile=compile), rtol=2e-4, atol=5e-5)
 
 
 @pytest.mark.usefixtures("fresh_kernels")
