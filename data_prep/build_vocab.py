@@ -47,8 +47,8 @@ class VocabConfig(SizeConfig):
     """What is counted: answers (JSONL of generate_responses.py, or conversations: only what the assistant wrote), corpus (text or
     JSONL: everything), counts (a file of an earlier run's cache); or, instead of them, an FR-Spec list (freq_list, .pt).
     held_out: answers that coverage is measured on; or prompts: `builtin` or a prompts file, whose held-out part (that of the recipes)
-    names the rows of `answers` that are not counted and that coverage is measured on. Without either it is measured on what is
-    counted.   frontier: folder for the table and plot of all sizes.   cache: folder of counts, times and mass."""
+    names the rows of `answers` that are not counted and that coverage is measured on. Only `size` can do without either.
+    frontier: folder for the table and plot of all sizes.   cache: folder of counts, times and mass."""
 
     answers: tuple[Path, ...] = ()
     corpus: tuple[Path, ...] = ()
@@ -70,7 +70,8 @@ def main(config: VocabConfig) -> None:
     counts, held_out, where = count(config, target, ids)
     always = required_ids(target.tokenizer, target.eos_token_ids, target.vocab_size)
     admission = admission_order(counts, always)
-    coverage = None if held_out is None else coverage_curve(held_out.total, admission)
+    most = len(admission) if config.freq_list is None else most_of_list(config, counts, admission, len(always))
+    coverage = None if held_out is None else coverage_curve(held_out.total, admission[:most])
     times = None
     if config.frontier is not None or config.choose in ("measured", "throughput"):
         times = cached_head_times(target, config.cache, len(config.acceptance))
@@ -78,10 +79,6 @@ def main(config: VocabConfig) -> None:
             print(f"warning: {times.warning}")
     worth = {} if coverage is None else worth_of_size(config, target, coverage, times)
     size = config.size if coverage is None else choose(config, config.choose, coverage, len(always), worth)
-    if config.freq_list is not None and size > (
-        most := int((counts[admission[len(always) :]] > 0).sum()) + len(always)
-    ):
-        raise UserError(f"size: got {size}, allowed: up to {most}, what {config.freq_list} and the required ids name")
     vocab = VocabMap.from_counts(counts, size, always)
     vocab.save(config.output)
     share = "" if coverage is None else f", {coverage[size]:.2%} of {where}"
@@ -89,7 +86,7 @@ def main(config: VocabConfig) -> None:
     if config.frontier is not None:
         chosen = {config.choose: size} | other_choices(config, coverage, len(always), worth)
         mass = probability_mass(target, held_out_examples(config, target, ids), config.cache)
-        curves = Curves(admission, held_out, mass, flops_saved(target), times)
+        curves = Curves(admission, range(len(always), most + 1), held_out, mass, flops_saved(target), times)
         points = frontier(curves, target.hidden_size, config, chosen)
         print(write_frontier(config.frontier, points, curves, config, target))
 
@@ -103,9 +100,11 @@ def check(config: VocabConfig) -> None:
         raise UserError(f"build_vocab: got {got}, allowed: answers, corpus, counts; or freq_list alone")
     if config.prompts is not None and (config.held_out or not config.answers):
         raise UserError("prompts: splits the rows of answers; give answers, and no held_out")
-    needs_answers = config.frontier is not None or (config.choose != "size" and config.freq_list is not None)
-    if needs_answers and not (config.held_out or config.answers):
-        raise UserError(f"choose {config.choose}, frontier: need answers to measure coverage on; give held_out")
+    needs_coverage = config.frontier is not None or config.choose != "size"
+    if needs_coverage and not config.held_out and config.prompts is None:
+        flags = "--prompts or --held-out" if config.answers else "--held-out"
+        what = "frontier" if config.choose == "size" else f"choose {config.choose}"
+        raise UserError(f"{what}: coverage is measured on held-out answers; give {flags}")
     require_writable(config.output.parent, "output")
     if config.frontier is not None:
         require_writable(config.frontier, "frontier")
@@ -141,6 +140,17 @@ def count(
     counts = whole.total
     print(f"{whole.account}; {int(counts.sum()):,} tokens, {int((counts > 0).sum()):,} different")
     return counts, held_out or whole, where
+
+
+def most_of_list(config: VocabConfig, counts: torch.Tensor, admission: torch.Tensor, least: int) -> int:
+    """The largest vocabulary that a frequency list gives: the ids that it names and those that are always in. Raises UserError
+    for a `size` beyond it."""
+    most = least + int((counts[admission[least:]] > 0).sum())
+    if config.choose == "size" and config.size > most:
+        raise UserError(
+            f"size: got {config.size}, allowed: up to {most}, what {config.freq_list} and the required ids name"
+        )
+    return most
 
 
 def flops_saved(target: TargetModel) -> OfSize:

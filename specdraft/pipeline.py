@@ -272,6 +272,8 @@ def training_limits(config: JobConfig, spent: float) -> TrainConfig:
 def default_threads() -> int:
     """`accelerate launch` sets OMP_NUM_THREADS=1 where nobody chose, which would halve the speed of two cores."""
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # Linux: a container or `taskset` may leave fewer
+        cores = min(cores, len(os.sched_getaffinity(0)))
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 

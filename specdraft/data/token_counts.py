@@ -84,13 +84,21 @@ class TokenCounts:
 
 
 def add(parts: Iterable[TokenCounts]) -> TokenCounts:
-    """One set of counts of several; categories of one name are added up."""
+    """One set of counts of several; categories of one name are added up.
+
+    Raises:
+        UserError: none of them has counted anything.
+    """
     rows: dict[str, Tensor] = {}
     accounts = []
     for part in parts:
         accounts.append(part.account)
         for name, counts in zip(part.categories, part.counts, strict=True):
             rows[name] = rows[name] + counts if name in rows else counts
+    if not rows:
+        raise UserError(
+            f"answers {'; '.join(accounts)}, so there is nothing to count; give answers of the target, and the prompts that they answer"
+        )
     return TokenCounts(torch.stack(list(rows.values())), tuple(rows), "; ".join(accounts))
 
 
@@ -108,12 +116,13 @@ def cached_counts(
     an answers file whose id is (not) among these.
 
     Raises:
-        UserError: a file that cannot be read, or with nothing to count.
+        UserError: a file that cannot be read, or a corpus with nothing to count.
     """
     if not Path(path).is_file():
         raise UserError(f"{kind} {path}: no such file")
     chosen = None if split is None else [split[0], sorted(split[1])]
-    key = hash_json([FORMAT, kind, hash_file(path), tokenizer_hash(tokenizer), vocab_size, chosen])
+    is_rows = kind == "corpus" and has_rows(path)
+    key = hash_json([FORMAT, kind, is_rows, hash_file(path), tokenizer_hash(tokenizer), vocab_size, chosen])
     kept = folder / f"{key}.safetensors"
     if kept.exists():
         return TokenCounts.load(kept, tokenizer, vocab_size)
@@ -123,15 +132,15 @@ def cached_counts(
 
 
 def count_answers(path: Path, tokenizer: Any, vocab_size: int, split: Split | None = None) -> TokenCounts:
-    """Tokens that an assistant wrote (the supervised ones), of answers.jsonl or of a JSONL file of conversations."""
+    """Tokens that an assistant wrote (the supervised ones), of answers.jsonl or of a JSONL file of conversations. No category where
+    there is none: a side of a split may be empty (`add` refuses where all are)."""
     examples, categories, account = read_split(path, tokenizer, split)
     groups: dict[str, list[Example]] = {}
     for example in examples:
         groups.setdefault(categories.get(example.id, Path(path).stem), []).append(example)
-    if not groups:
-        raise UserError(f"answers {path}: {account}, so there is nothing to count; give answers of the target")
-    counts = torch.stack([count_tokens(group, vocab_size) for group in groups.values()])
-    return TokenCounts(counts, tuple(groups), f"{path}: {account}")
+    counts = [count_tokens(group, vocab_size) for group in groups.values()]
+    whole = torch.stack(counts) if counts else torch.zeros(0, vocab_size, dtype=torch.int64)
+    return TokenCounts(whole, tuple(groups), f"{path}: {account}")
 
 
 def read_split(path: Path, tokenizer: Any, split: Split | None = None) -> tuple[list[Example], dict[str, str], str]:
@@ -158,7 +167,7 @@ def count_corpus(path: Path, tokenizer: Any, vocab_size: int, split: Split | Non
     `prompt`, `turns` or `messages`)."""
     assert split is None, "a corpus has no prompts"
     account: Counter[str] = Counter()
-    texts = jsonl_texts(path, account) if Path(path).suffix == ".jsonl" else text_blocks(path, account)
+    texts = jsonl_texts(path, account) if has_rows(path) else text_blocks(path, account)
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for batch in batches(texts):
         for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
@@ -169,6 +178,11 @@ def count_corpus(path: Path, tokenizer: Any, vocab_size: int, split: Split | Non
     if not counts.any():
         raise UserError(f"corpus {line}, so there is nothing to count; give a text or a JSONL file with texts")
     return TokenCounts(counts[None], (Path(path).stem,), line)
+
+
+def has_rows(path: Path) -> bool:
+    """Whether a corpus is read as JSON rows, not as one text."""
+    return Path(path).suffix == ".jsonl"
 
 
 def text_blocks(path: Path, account: Counter[str]) -> Iterator[str]:

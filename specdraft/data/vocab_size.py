@@ -29,9 +29,10 @@ class SizeConfig:
     weight * coverage + (1 - weight) * share of a draft step's FLOPs that is saved (arXiv 2603.05210); `measured`: the same with
     seconds measured on this machine; `throughput`: predicted tokens per second over those of the full head, papers (1.1).
 
-    size: tokens that the head can draft, for `size`.   min_coverage: share of held-out tokens, 0..1.   lowest, highest: sizes that
-    are tried.   search: `exhaustive` tries all of them, `tpe` as many as `trials` says, by Optuna.   acceptance: conditional acceptance
-    by drafted position that a full-vocabulary drafter has, one for each token that a round drafts (a run's summary.json has it)."""
+    size: tokens that the head can draft, for `size`.   min_coverage: share of held-out tokens, 0..1, a bound for all but `size`,
+    `throughput` too; 0 = the plain maximum.   lowest, highest: sizes that are tried for the last three.   search: `exhaustive`
+    tries all of them, `tpe` as many as `trials` says, by Optuna.   acceptance: conditional acceptance by drafted position that a
+    full-vocabulary drafter has, one for each token that a round drafts (a run's summary.json has it)."""
 
     choose: Literal["size", "coverage", "utility", "measured", "throughput"] = "size"
     size: int = 8192
@@ -103,8 +104,8 @@ def latency_reduction(
 
 
 def coverage_curve(counts: Tensor, admission: Tensor) -> Values:
-    """C(k) for k = 0, 1, .., all real tokens: the share of `counts` [V] (occurrences, or probability mass) that the first k ids
-    of `admission` (vocab.py: admission_order) cover. Ids that are no real tokens count as never covered."""
+    """C(k) for k = 0, 1, .., all ids of `admission` (vocab.py: admission_order): the share of `counts` [V] (occurrences, or probability
+    mass) that the first k of them cover. Ids that are not among them count as never covered."""
     total = float(counts.double().sum())
     if not total > 0:
         raise UserError("coverage: got no tokens to cover; give answers, or held-out answers, that are not empty")
@@ -128,11 +129,11 @@ def tau_of(acceptance: tuple[float, ...], coverage: Values) -> Values:
 
 
 def choose_size(config: SizeConfig, coverage: Values, least: int, value: OfSize | None = None) -> Choice:
-    """The size that `config` asks for. coverage: `coverage_curve`, for k = 0..V real tokens. least: number of ids that are always
-    in. value: what to maximise, for every choice but `size` and `coverage`.
+    """The size that `config` asks for. coverage: `coverage_curve`, for k = 0.. all tokens that there are to choose from. least: number
+    of ids that are always in. value: what to maximise, for every choice but `size` and `coverage`.
 
     Raises:
-        UserError: no size reaches the coverage; a size below `least` or above the real tokens; Optuna is asked for and not there.
+        UserError: no size reaches the coverage; a size below `least` or above the tokens that there are; Optuna is asked for and not there.
     """
     if config.choose == "size":
         if not least <= config.size < len(coverage):
@@ -145,7 +146,10 @@ def choose_size(config: SizeConfig, coverage: Values, least: int, value: OfSize 
     assert value is not None, config.choose
     low, high = max(config.lowest, least), min(config.highest, len(coverage) - 1)
     if low > high:
-        raise UserError(f"highest: got {config.highest}, allowed: {low} or more (lowest, and ids that are always in)")
+        raise UserError(
+            f"lowest, highest: got {config.lowest} to {config.highest}, allowed: sizes among the {least} (ids that are always in) to "
+            f"{len(coverage) - 1} that there are"
+        )
     if coverage[high] < config.min_coverage:
         raise UserError(
             f"min_coverage: got {config.min_coverage}, allowed: up to {coverage[high]:.4f}, what {high} tokens cover; lower it, raise "
@@ -159,7 +163,7 @@ def smallest(coverage: Values, wanted: float, least: int = 1) -> Choice:
     """The smallest k >= least with C(k) >= wanted."""
     if coverage[-1] < wanted:
         raise UserError(
-            f"min_coverage: got {wanted}, allowed: up to {coverage[-1]:.4f}, what all {len(coverage) - 1} tokens cover"
+            f"min_coverage: got {wanted}, allowed: up to {coverage[-1]:.4f}, what all {len(coverage) - 1} tokens that there are cover"
         )
     size = max(least, int(np.searchsorted(coverage, wanted, side="left")))
     return Choice(size, float(coverage[size]), float(coverage[size]))

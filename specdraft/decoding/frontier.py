@@ -57,10 +57,12 @@ class Point:
 
 @dataclass
 class Curves:
-    """What a size gives. admission: ids in the order in which they enter (vocab.py).   held_out: counts that coverage is measured on.
+    """What a size gives. admission: ids in the order in which they enter (vocab.py).   buildable: sizes that a map can have: from the
+    ids that are always in to all that are ranked.   held_out: counts that coverage is measured on.
     mass: [V] the target's mean law at held-out answer tokens, or None.   flops: R(k).   times: measured, or None."""
 
     admission: Tensor
+    buildable: range
     held_out: TokenCounts
     mass: Tensor | None
     flops: OfSize
@@ -68,7 +70,7 @@ class Curves:
 
 
 def frontier(curves: Curves, hidden_size: int, config: SizeConfig, chosen: dict[str, int]) -> list[Point]:
-    """Trimmed heads of growing size (powers of two, and `chosen`: choice -> size), the full head among them, then low-rank heads."""
+    """Trimmed heads of growing size (powers of two, and `chosen`: choice -> size), the full head last, then low-rank heads."""
     total = coverage_curve(curves.held_out.total, curves.admission)
     mass = None if curves.mass is None else coverage_curve(curves.mass, curves.admission)
     domains = {
@@ -103,7 +105,7 @@ def frontier(curves: Curves, hidden_size: int, config: SizeConfig, chosen: dict[
             **predicted,
         )
 
-    sizes = sorted({*timed_sizes(real), *chosen.values()})
+    sizes = sorted({*(k for k in timed_sizes(real) if k in curves.buildable), *chosen.values(), real})
     return [point(k, None) for k in sizes] + [point(real, rank) for rank in timed_ranks(hidden_size)]
 
 

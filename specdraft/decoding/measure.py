@@ -127,25 +127,6 @@ class Speedup:
         return {key: _without_nan(value) for key, value in asdict(self).items()}
 
 
-def measure_speedup(
-    target: TargetModel,
-    drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    length_policy: LengthPolicy | None = None,
-    vocab_policy: VocabPolicy | None = None,
-    tree: Shape | None = None,
-    temperature: float = 0.0,
-    seed: int = 0,
-) -> Speedup:
-    """One drafter against the target alone on `prompts` (token ids). See `measure_speedups`."""
-    contenders = {"drafter": Contender(drafter, length_policy, vocab_policy, tree)}
-    return measure_speedups(
-        target, contenders, prompts, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
-    )["drafter"]
-
-
 def drafts(drafter: Drafter, device: torch.device) -> dict[str, Contender]:
     """Chains of several lengths and EAGLE-2 trees of several sizes, to be tried on a few prompts: which of them pays most depends
     on the machine and on the drafter, and no formula knows both. Thin products take seven rows at once: a tree of six and the token

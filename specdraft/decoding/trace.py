@@ -10,7 +10,7 @@ Letters: P_j joint acceptance: share of rounds in which at least j drafted token
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -58,9 +58,6 @@ class DecodeTrace:
     prefill_s: float = 0.0
     draft_prefill_s: float = 0.0
     rounds: list[Round] = field(default_factory=list)
-
-    def to_dict(self) -> dict:
-        return asdict(self)
 
 
 def tau(traces: Sequence[DecodeTrace]) -> float:

@@ -46,9 +46,8 @@ def verify(
                             the law of drawing from p and looking for a child that matches, which is how it is done.
 
     Args:
-        law_of: row -> target law [V]: row 0 after the last committed token, row i+1 after node i. Asked for only where
-        the
-            walk comes by, so that laws of rejected branches are never made.
+        law_of: row -> target law [V]: row 0 after the last committed token, row i+1 after node i. Asked for only where the walk comes
+            by, so that laws of rejected branches are never made.
         tokens, parents: of the N nodes, as target ids and node indices (-1 = the last committed token).
         q: N draft laws [S], or None.   ids: [S] target ids of q's columns; None = all of 0..V-1.
     """

@@ -51,11 +51,9 @@ class Head(nn.Module):
         rows = self.weight if live is None else self.weight[live]
         return F.linear(self.project(hidden), rows)
 
-    def target_ids(self, live: Tensor | None = None) -> Tensor | None:
+    def target_ids(self) -> Tensor | None:
         """Target ids of the logits' columns; None = all of 0..V-1."""
-        if self.vocab_map is None:
-            return live
-        return self.ids if live is None else self.ids[live]
+        return None if self.vocab_map is None else self.ids
 
 
 class FullHead(Head):
@@ -221,9 +219,6 @@ def check_factoring(head: Head, rank: int) -> None:
             f"rank: got {rank}, allowed: 1 to {largest_rank(head)}, where two factors are smaller than the head of {rows:,} x {width}; "
             f"H/8 = {max(1, width // 8)} is the usual choice"
         )
-
-
-HEADS = {"full": FullHead, "trimmed": TrimmedHead, "lowrank": LowRankHead}
 
 
 def head_rank(config: HeadConfig, hidden_size: int) -> int:

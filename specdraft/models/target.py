@@ -221,8 +221,7 @@ class TargetModel:
         if attention is None and self.watcher is not None:
             attention = self.watcher.attention(cache, append)
         taps, last = self._layers.forward(input_ids, cache, append, self.tap_layers if want_taps else (), attention)
-        grown = [n] * cache.batch_size if counts is None else counts
-        cache.lengths = [length + count for length, count in zip(cache.lengths, grown, strict=True)]
+        cache.grow([n] * cache.batch_size if counts is None else counts)
         logits = None
         if logits_for != "none":
             logits = self.teacher_logits(last if logits_for == "all" else _last_rows(last, counts))

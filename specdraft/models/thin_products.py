@@ -1,16 +1,18 @@
 """Products of a few rows of fp32 states with bf16 weights, on a processor with AVX2 or more: what a decoding step is made of.
 
 Such a step waits for memory: thin_products.cpp reads every weight once, for up to 8 rows. torch reads them again for every row
-where the processor has no bf16 instructions (8 rows take 7 times as long as one), or wants them in fp32: twice the memory traffic.
-Where it has, they multiply pairs, and x is rounded to bf16 as torch would. The files are compiled on first use by the C++ compiler,
-into ~/.cache/specdraft; where there is none, models run in torch. The layers that are made of such products are compiled with them
-(draft_layer.py, decode_layers.py), and a batch's attention (row_attention.py). It knows nothing of models.
+where the processor has no bf16 instructions (8 rows take 7 times as long as one), or wants them in fp32: twice the memory
+traffic. Where it has, they multiply pairs, and x is rounded to bf16 as torch would. The files are compiled on first use by the
+C++ compiler, into ~/.cache/specdraft; where there is none, models run in torch, with a warning. The layers that are made of such
+products are compiled with them (draft_layer.py, decode_layers.py), and a batch's attention (row_attention.py). It knows nothing
+of models.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import os
 import shlex
 import subprocess
@@ -115,7 +117,11 @@ def compile_for(instructions: tuple[str, ...]) -> ctypes.CDLL | None:
         try:
             with atomic_path(binary) as written:
                 subprocess.run([*compiler, *flags, *units, "-o", str(written)], capture_output=True, check=True)
-        except (subprocess.CalledProcessError, UserError):
+        except (subprocess.CalledProcessError, OSError, UserError) as error:
+            logging.getLogger(__name__).warning(
+                f"{shlex.join(compiler)}: cannot compile the products of decoding steps ({_reason(error)}), which are several times "
+                "slower without; install g++, or set CXX to a C++ compiler"
+            )
             return None
     loaded = ctypes.CDLL(str(binary))
     p, n = ctypes.c_void_p, ctypes.c_long
@@ -132,3 +138,10 @@ def compile_for(instructions: tuple[str, ...]) -> ctypes.CDLL | None:
         function = getattr(loaded, name)
         function.argtypes, function.restype = arguments, None
     return loaded
+
+
+def _reason(error: Exception) -> str:
+    """What the compiler said first, or the system."""
+    if isinstance(error, subprocess.CalledProcessError):
+        return error.stderr.decode(errors="replace").strip().partition("\n")[0]
+    return str(error.__cause__ or error)

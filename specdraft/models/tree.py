@@ -267,6 +267,3 @@ def _check_positive(tree: TreeSize) -> None:
     for name, value in vars(tree).items():
         if value < 1:
             raise UserError(f"{type(tree).__name__}: got {name} {value}, allowed: 1 or more")
-
-
-SHAPES = {"chain": Chain, "eagle2": Eagle2Tree, "sampled": SampledTree}

@@ -245,7 +245,7 @@ def test_make_prompts(refused, case):
 BAD_VOCAB = {
     "folder for a map": (["--corpus=prompts.jsonl", "--output=home"], "output home: is a folder, allowed: a file"),
     "file for a folder": (
-        ["--answers=half.jsonl", "--frontier=prompts.jsonl"],
+        ["--answers=half.jsonl", "--held-out=half.jsonl", "--frontier=prompts.jsonl"],
         "frontier prompts.jsonl: cannot be made",
     ),
     "seed": (["--corpus=prompts.jsonl", "--seed=-1"], "seed: got -1"),

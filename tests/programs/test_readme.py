@@ -38,6 +38,17 @@ def test_its_flags_are_taken(command, monkeypatch):
     parse_config(own[0], words[at + 1 :])
 
 
+def test_the_oldest_python_is_that_of_make():
+    (oldest,) = re.findall(r"version_info < \(3, (\d+)\)", (ROOT / "Makefile").read_text())
+    assert f"Python 3.{oldest} or newer" in README
+    assert (ROOT / "Makefile").read_text().count(f"older than 3.{oldest};") == 1
+
+
+def test_every_page_is_linked():
+    linked = set(re.findall(r"\]\((docs/[\w-]+\.md)\)", README))
+    assert linked == {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+
+
 @pytest.mark.parametrize("target", re.findall(r"^make ([\w-]+)", README, flags=re.MULTILINE))
 def test_its_make_targets_exist(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)

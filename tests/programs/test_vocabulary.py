@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from specdraft.data import token_counts
 from specdraft.data.chat import read_answers
-from specdraft.data.vocab import VocabMap
+from specdraft.data.vocab import VocabMap, required_ids
 from specdraft.decoding import head_times
 from specdraft.models.checkpoint import load_drafter, read_config
 from specdraft.models.target import TargetModel
@@ -116,6 +116,7 @@ def test_every_way_to_choose(full, run, monkeypatch):
     chosen = {how: point["rows"] for point in record["points"] for how in point["chosen_by"]}
     assert chosen["coverage"] == len(maps["coverage"])
     assert chosen["utility"] == len(maps["utility"])
+    assert chosen["measured"] == len(maps["measured"])
     assert chosen["throughput"] == len(maps["throughput"])
     assert set(record["points"][0]["by_domain"]) == {"a", "b"}
     assert record["points"][0]["mass_coverage"] < 1
@@ -157,16 +158,50 @@ def test_other_sources(full, run):
     assert VocabMap.load(full / "f.safetensors").target_ids[:3].tolist() == [319, 7, 300]
 
 
+def test_a_list_gives_no_more_than_it_names(full, run, monkeypatch):
+    """A search ends where the list does; no other size stands in the table, but for the full head."""
+    monkeypatch.setattr(head_times, "BUSY", 1.1)
+    ids = [*range(40), 318, 319]
+    torch.save(ids, full / "ids.pt")
+    flags = ["--target=gemma", "--freq-list=ids.pt", "--held-out=answers.jsonl", "--lowest=1", "--min-coverage=0"]
+    flags += ["--choose=utility", "--weight=1", "--frontier=list", "--output=l.safetensors"]
+    code, _, error = run("data_prep/build_vocab.py", *flags)
+    assert code == 0, error
+    vocab = VocabMap.load(full / "l.safetensors")
+    target = TargetModel.load("gemma")
+    required = required_ids(target.tokenizer, target.eos_token_ids, 320)
+    assert set(required) <= set(vocab.target_ids.tolist()) <= {*ids, *required}
+    rows = sorted({point["rows"] for point in json.loads((full / "list" / "frontier.json").read_text())["points"]})
+    assert rows[0] >= len(required)
+    assert rows[-2] <= len({*ids, *required}) < rows[-1] == 320
+
+
 BAD = {
     "nothing to count": ([], "got nothing to count"),
     "both": (["--answers=answers.jsonl", "--freq-list=freq.pt"], "got both counts and freq_list"),
     "size below the required": (["--answers=answers.jsonl", "--size=3"], "size: got 3, allowed: 25"),
     "size above V": (["--answers=answers.jsonl", "--size=321"], "size: got 321, allowed: 25"),
-    "list without answers": (["--freq-list=freq.pt", "--choose=utility"], "need answers to measure coverage on"),
-    "frontier without answers": (["--corpus=text.txt", "--frontier=front"], "need answers to measure coverage on"),
+    "list without answers": (
+        ["--freq-list=freq.pt", "--choose=utility"],
+        "choose utility: coverage is measured on held-out",
+    ),
+    "frontier without answers": (
+        ["--corpus=text.txt", "--frontier=front"],
+        "frontier: coverage is measured on held-out",
+    ),
+    "coverage of what is counted": (["--answers=answers.jsonl", "--choose=coverage"], "give --prompts or --held-out"),
+    "frontier of what is counted": (["--answers=answers.jsonl", "--frontier=front"], "give --prompts or --held-out"),
     "list too short": (["--freq-list=short.pt", "--size=310"], "size: got 310, allowed: up to"),
+    "list too short, with coverage": (
+        ["--freq-list=short.pt", "--held-out=answers.jsonl", "--size=310"],
+        "size: got 310, allowed: up to 259, what short.pt",
+    ),
+    "list covers too little": (
+        ["--freq-list=short.pt", "--held-out=answers.jsonl", "--choose=coverage"],
+        "min_coverage: got 0.9, allowed: up to 0.",
+    ),
     "coverage out of reach": (
-        ["--answers=answers.jsonl", "--choose=utility", "--min-coverage=1", "--lowest=1", "--highest=270"],
+        [*BUILD[1:3], "--choose=utility", "--min-coverage=1", "--lowest=1", "--highest=270"],
         "min_coverage: got 1.0, allowed: up to 0.",
     ),
     "prompts without answers": (

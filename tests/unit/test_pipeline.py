@@ -1,13 +1,25 @@
 """The main job's settings: what cannot work is refused before any work. The job itself: tests/programs/test_recipes.py."""
 
 import math
+import os
 
+import psutil
 import pytest
 
 from specdraft.config import UserError
 from specdraft.data.tasks import builtin_prompts, split_held_out
 from specdraft.decoding.answers import AnswerConfig
-from specdraft.pipeline import MeasureConfig, RunConfig, choose_prompts, training_limits
+from specdraft.pipeline import MeasureConfig, RunConfig, choose_prompts, default_threads, training_limits
+
+
+@pytest.mark.parametrize(
+    ("cores", "allowed", "processes", "threads"), [(8, 8, "1", 8), (8, 2, "1", 2), (8, 16, "2", 4), (8, 1, "2", 1)]
+)
+def test_threads_are_no_more_than_the_cores_that_the_process_may_use(monkeypatch, cores, allowed, processes, threads):
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(allowed)), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    assert default_threads() == threads
 
 
 @pytest.mark.parametrize("setting", ["prompts", "max_new_tokens", "draft_length", "temperature"])

@@ -67,8 +67,20 @@ def test_a_split_parts_the_rows(tokenizer, answers):
     assert inside.categories == ("code",)
     assert torch.equal(inside.total, bag(tokenizer, "five<|im_end|>"))
     assert torch.equal(add([inside, outside]).total, COUNTERS["answers"](answers, tokenizer, TINY_VOCAB, None).total)
-    with pytest.raises(UserError, match="0 of 0 rows kept, so there is nothing to count"):
-        COUNTERS["answers"](answers, tokenizer, TINY_VOCAB, ("in", []))
+
+
+def test_a_side_of_a_split_may_be_empty(tokenizer, answers, tmp_path):
+    """Of one file; not of all together."""
+    counted = lambda ids: cached_counts("answers", answers, tokenizer, TINY_VOCAB, tmp_path, ("in", ids))  # noqa: E731
+    for _ in ("counted", "kept"):
+        none = counted([])
+        assert (none.categories, none.counts.shape) == ((), (0, TINY_VOCAB))
+    some = counted(["p1"])
+    both = add([none, some])
+    assert (both.categories, both.total.tolist()) == (("code",), some.total.tolist())
+    assert "0 of 0 rows kept" in both.account
+    with pytest.raises(UserError, match=r"0 of 0 rows kept.*, so there is nothing to count"):
+        add([none, none])
 
 
 def test_conversations_count_what_the_assistant_wrote(tokenizer, tmp_path):
@@ -131,6 +143,15 @@ def test_counting_happens_once(tokenizer, answers, tmp_path, monkeypatch):
             cached(**options)
     with pytest.raises(UserError, match="answers nowhere: no such file"):
         cached(Path("nowhere"))
+
+
+def test_the_same_bytes_as_rows_and_as_text_are_two_counts(tokenizer, tmp_path):
+    found = {}
+    for name in ("rows.jsonl", "rows.txt"):
+        path = write_lines(tmp_path / name, [{"text": "the sea"}])
+        found[name] = cached_counts("corpus", path, tokenizer, TINY_VOCAB, tmp_path / "cache")
+    assert torch.equal(found["rows.jsonl"].total, bag(tokenizer, "the sea"))
+    assert torch.equal(found["rows.txt"].total, bag(tokenizer, '{"text": "the sea"}\n'))
 
 
 def test_counts_file_of_another_tokenizer_is_refused(tokenizer, tmp_path):

@@ -127,7 +127,8 @@ def test_bounds_of_the_choice():
         (SizeConfig(size=4), 5, r"got 4, allowed: 5 \(ids that are always in\) to 100"),
         (SizeConfig(size=101), 5, "got 101"),
         (SizeConfig("utility", lowest=60, highest=60, min_coverage=0.7), 5, "up to 0.6000, what 60 tokens cover"),
-        (SizeConfig("utility", lowest=1, highest=4), 5, "highest: got 4, allowed: 5 or more"),
+        (SizeConfig("utility", lowest=1, highest=4), 5, r"lowest, highest: got 1 to 4, allowed: .* 5 .* to 100"),
+        (SizeConfig("utility", lowest=101), 5, r"lowest, highest: got 101 to 50000, allowed: .* 5 .* to 100"),
     ]:
         with pytest.raises(UserError, match=message):
             choose_size(bad, curve, least, value)

@@ -11,7 +11,7 @@ import torch
 from specdraft.data.chat import Example
 from specdraft.data.token_counts import TokenCounts
 from specdraft.data.vocab import admission_order
-from specdraft.data.vocab_size import SizeConfig, choose_size, coverage_curve, latency_reduction
+from specdraft.data.vocab_size import SizeConfig, choose_size, coverage_curve, latency_reduction, utility
 from specdraft.decoding import head_times
 from specdraft.decoding.costs import relative_throughput
 from specdraft.decoding.frontier import Curves, frontier, plot, probability_mass, write_frontier
@@ -64,18 +64,38 @@ def test_predictions_from_times():
     assert TIMES.reduction(k) == pytest.approx(1 - (2e-3 + head) / 12e-3)
 
 
-def test_the_largest_throughput_is_found():
-    """Cheap heads that miss too much and full ones both lose; the best is where brute force finds it."""
-    coverage = coverage_curve(1e6 / torch.arange(1, 4097) ** 1.2, torch.arange(4096))
-    config = SizeConfig("throughput", min_coverage=0.5, acceptance=ALPHA)
+@pytest.fixture(scope="module")
+def coverage():
+    return coverage_curve(1e6 / torch.arange(1, 4097) ** 1.2, torch.arange(4096))
+
+
+@pytest.mark.parametrize("minimum", [0.0, 0.5, 0.95])
+def test_the_largest_throughput_is_found(coverage, minimum):
+    """Cheap heads that miss too much and full ones both lose; the best that covers enough is where brute force finds it."""
+    config = SizeConfig("throughput", min_coverage=minimum, acceptance=ALPHA)
     choice = choose_size(config, coverage, 1, TIMES.throughput(coverage, ALPHA))
-    values = {
-        k: float(TIMES.relative(TIMES.seconds(k), coverage[k], ALPHA)) for k in range(50, 4097) if coverage[k] >= 0.5
-    }
-    assert choice.size == max(values, key=lambda k: (values[k], -k))
+    values = {k: float(TIMES.relative(TIMES.seconds(k), coverage[k], ALPHA)) for k in range(50, 4097)}
+    allowed = [k for k in values if coverage[k] >= minimum]
+    assert choice.size == max(allowed, key=lambda k: (values[k], -k))
     assert 300 < choice.size < 4000
     assert choice.value == pytest.approx(values[choice.size])
+    assert (choice.size == allowed[0]) == (minimum == 0.95), "there the constraint binds"
     assert choice.value > 1 == pytest.approx(values[4096])
+
+
+@pytest.mark.parametrize("minimum", [0.0, 0.95])
+@pytest.mark.parametrize("weight", [0.2, 0.5, 0.8])
+def test_the_best_measured_utility_is_found(coverage, minimum, weight):
+    """a C(k) + (1 - a) R(k), R written out from seconds of a draft step, against brute force."""
+    config = SizeConfig("measured", min_coverage=minimum, weight=weight)
+    choice = choose_size(config, coverage, 1, utility(coverage, TIMES.reduction, weight))
+    values = {}
+    for k in range(50, 4097):
+        seconds = 2e-3 + float(np.interp(k, [256, 1024, 4096], [1e-3, 2e-3, 10e-3]))
+        values[k] = weight * coverage[k] + (1 - weight) * (1 - seconds / 12e-3)
+    allowed = [k for k in values if coverage[k] >= minimum]
+    assert choice.size == max(allowed, key=lambda k: (values[k], -k))
+    assert choice.value == pytest.approx(values[choice.size])
 
 
 def test_times_are_measured_once(target, tmp_path, monkeypatch):
@@ -132,7 +152,8 @@ def curves(target):
         hidden_size=32, intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=TINY_VOCAB
     )
     times = replace(TIMES, rows=[256, TINY_VOCAB], row_seconds=[1e-3, 2e-3])
-    return Curves(admission_order(counts), held_out, torch.full((TINY_VOCAB,), 1 / TINY_VOCAB), reduction, times)
+    mass = torch.full((TINY_VOCAB,), 1 / TINY_VOCAB)
+    return Curves(admission_order(counts), range(1, TINY_VOCAB + 1), held_out, mass, reduction, times)
 
 
 def test_frontier_has_every_head_on_the_same_axes(target, curves, tmp_path):
@@ -157,6 +178,15 @@ def test_frontier_has_every_head_on_the_same_axes(target, curves, tmp_path):
     record = json.loads((tmp_path / "frontier.json").read_text())
     assert [p["rows"] for p in record["points"]] == [100, 256, 320, 320, 320, 320]
     assert record["provenance"]["machine"]["processor"]
+
+
+@pytest.mark.parametrize(
+    ("buildable", "rows"), [(range(256, 321), [256, 320]), (range(257, 321), [320]), (range(1, 101), [320])]
+)
+def test_sizes_that_cannot_be_built_are_left_out(curves, buildable, rows):
+    """Fewer than the ids that are always in, more than a list names; the full head is what they are compared with."""
+    points = frontier(replace(curves, buildable=buildable), 32, SizeConfig(acceptance=ALPHA), {})
+    assert [point.rows for point in points if point.rank is None] == rows
 
 
 @pytest.mark.parametrize("measured", [True, False])

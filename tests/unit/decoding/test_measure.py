@@ -11,13 +11,17 @@ from scripted import ScriptedDrafter, ScriptedTarget
 from specdraft.config import UserError
 from specdraft.decoding.costs import CostTable
 from specdraft.decoding.length_policies import Fixed
-from specdraft.decoding.measure import Contender, OthersCpu, measure_costs, measure_speedup, measure_speedups
+from specdraft.decoding.measure import Contender, OthersCpu, measure_costs, measure_speedups
 
 PROMPTS = [[i, 3, 1] for i in range(5)]
 
 
 def drafter_of(target):
     return ScriptedDrafter(target.logits)
+
+
+def measure(target, drafter, prompts, length_policy=None, **options):
+    return measure_speedups(target, {"drafter": Contender(drafter, length_policy)}, prompts, **options)["drafter"]
 
 
 class Rounding(ScriptedTarget):
@@ -42,7 +46,7 @@ class Looping(ScriptedTarget):
 
 def test_numbers_of_a_perfect_drafter():
     target = ScriptedTarget(vocab_size=8)
-    result = measure_speedup(target, drafter_of(target), PROMPTS, max_new_tokens=21, length_policy=Fixed(4))
+    result = measure(target, drafter_of(target), PROMPTS, max_new_tokens=21, length_policy=Fixed(4))
     assert result.tau == result.mean_request_tau == 5
     assert result.conditional_acceptance == result.joint_acceptance == [1, 1, 1, 1]
     assert result.mean_drafted == 4
@@ -58,7 +62,7 @@ def test_numbers_of_a_perfect_drafter():
 def test_both_sides_are_cut_at_the_end_token():
     """Fault 30."""
     target = ScriptedTarget(vocab_size=8, eos=(5, 7))
-    result = measure_speedup(target, drafter_of(target), PROMPTS, max_new_tokens=50, length_policy=Fixed(4))
+    result = measure(target, drafter_of(target), PROMPTS, max_new_tokens=50, length_policy=Fixed(4))
     assert result.tokens == result.target_tokens == sum(len(target.greedy(prompt, 50)) for prompt in PROMPTS)
 
 
@@ -66,11 +70,11 @@ def test_prompts_that_end_in_a_loop_are_set_apart():
     """Greedy loops are easy to draft: a drafter that knows nothing else looks good on them."""
     target = Looping(vocab_size=8)
     drafter = ScriptedDrafter(lambda prefix: target.logits(prefix) if prefix[0] < 2 else -target.logits(prefix))
-    result = measure_speedup(target, drafter, PROMPTS, max_new_tokens=31, length_policy=Fixed(4))
+    result = measure(target, drafter, PROMPTS, max_new_tokens=31, length_policy=Fixed(4))
     assert result.looping_prompts == 2
     assert result.tau_without_loops == 1
     assert result.tau == pytest.approx((2 * 30 + 3 * 30) / (2 * 6 + 3 * 30))
-    loops_only = measure_speedup(target, drafter, PROMPTS[:2], max_new_tokens=31, length_policy=Fixed(4))
+    loops_only = measure(target, drafter, PROMPTS[:2], max_new_tokens=31, length_policy=Fixed(4))
     assert loops_only.looping_prompts == 2
     assert loops_only.to_dict()["tau_without_loops"] is None
     assert loops_only.to_dict()["speedup_without_loops"] is None
@@ -78,7 +82,7 @@ def test_prompts_that_end_in_a_loop_are_set_apart():
 
 def test_divergences_are_reported_with_their_margin():
     target = Rounding(vocab_size=8)
-    result = measure_speedup(target, drafter_of(target), PROMPTS, max_new_tokens=21, length_policy=Fixed(4))
+    result = measure(target, drafter_of(target), PROMPTS, max_new_tokens=21, length_policy=Fixed(4))
     assert result.match_rate == 0
     assert [d.prompt for d in result.divergences] == [0, 1, 2, 3, 4]
     first = result.divergences[0]
@@ -99,7 +103,7 @@ def test_contenders_turn_and_share_the_baseline(monkeypatch):
 def test_sampled_runs_have_no_match_rate_and_follow_the_seed():
     target = ScriptedTarget(vocab_size=8, eos=(5,))
     runs = [
-        measure_speedup(target, drafter_of(target), PROMPTS, max_new_tokens=30, temperature=1.0, seed=seed)
+        measure(target, drafter_of(target), PROMPTS, max_new_tokens=30, temperature=1.0, seed=seed)
         for seed in (0, 0, 1)
     ]
     assert math.isnan(runs[0].match_rate)
@@ -110,9 +114,9 @@ def test_sampled_runs_have_no_match_rate_and_follow_the_seed():
 def test_a_busy_machine_is_named(monkeypatch):
     target = ScriptedTarget(vocab_size=8)
     monkeypatch.setattr(OthersCpu, "share", lambda self: 0.4)
-    assert "40% of the machine" in measure_speedup(target, drafter_of(target), PROMPTS, max_new_tokens=4).warning
+    assert "40% of the machine" in measure(target, drafter_of(target), PROMPTS, max_new_tokens=4).warning
     monkeypatch.setattr(OthersCpu, "share", lambda self: 0.01)
-    assert measure_speedup(target, drafter_of(target), PROMPTS, max_new_tokens=4).warning == ""
+    assert measure(target, drafter_of(target), PROMPTS, max_new_tokens=4).warning == ""
 
 
 @pytest.mark.parametrize(
@@ -136,7 +140,7 @@ def test_the_clocks_of_the_machine_can_be_read():
 def test_no_prompts_is_an_error():
     target = ScriptedTarget()
     with pytest.raises(UserError, match="no prompts"):
-        measure_speedup(target, drafter_of(target), [], max_new_tokens=4)
+        measure(target, drafter_of(target), [], max_new_tokens=4)
     with pytest.raises(UserError, match="no prompts"):
         measure_costs(target, drafter_of(target), [], max_length=2)
 
@@ -144,7 +148,7 @@ def test_no_prompts_is_an_error():
 def test_a_bad_prompt_is_refused_before_anything_runs():
     target = ScriptedTarget(vocab_size=8)
     with pytest.raises(UserError, match="prompt: got token ids from 1 to 8"):
-        measure_speedup(target, drafter_of(target), [*PROMPTS, [1, 8]], max_new_tokens=4)
+        measure(target, drafter_of(target), [*PROMPTS, [1, 8]], max_new_tokens=4)
     assert target.forwards == 0
 
 

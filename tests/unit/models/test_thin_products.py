@@ -1,5 +1,7 @@
 """Products with bf16 weights and fp32 states equal fp32 ones, on every processor that can run them."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -69,25 +71,33 @@ def test_it_compiles_wherever_it_can_run():
     assert all(thin_products.compile_for(instructions) is not None for instructions in CAN_RUN)
 
 
-def test_without_a_compiler_torch_multiplies(monkeypatch, tmp_path):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setenv("SPECDRAFT_CACHE", str(tmp_path))
-    found = thin_products.compile_for.__wrapped__(AVX2)
-    assert found is None
-    monkeypatch.setattr(thin_products, "library", lambda: found)
+@pytest.mark.parametrize("cache", ["cache", "file"])
+def test_without_a_compiler_torch_multiplies(monkeypatch, tmp_path, caplog, cache):
+    """And says so, once: it is several times slower. So it is where there is no place for what is compiled."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CXX", "/nonexistent --fast")
+    monkeypatch.setenv("SPECDRAFT_CACHE", str(tmp_path / cache))
+    monkeypatch.setattr(thin_products, "compile_for", functools.cache(thin_products.compile_for.__wrapped__))
+    monkeypatch.setattr(thin_products, "instructions", lambda: AVX2)
+    assert thin_products.library() is thin_products.library() is None
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "/nonexistent --fast" in warning
+    assert ("No such file" if cache == "cache" else "Not a directory") in warning
+    assert "install g++, or set CXX" in warning
     assert not thin_products.available.__wrapped__()
     x, weight = randn(3, 32), randn(5, 32).bfloat16()
     assert torch.equal(thin_linear(x, weight), F.linear(x, weight.float()))
 
 
 @pytest.mark.parametrize("source", ["this is no C++", '#error "no"'])
-def test_what_does_not_compile_leaves_nothing(monkeypatch, tmp_path, source):
+def test_what_does_not_compile_leaves_nothing(monkeypatch, tmp_path, caplog, source):
     monkeypatch.setenv("SPECDRAFT_CACHE", str(tmp_path))
     broken = tmp_path / "broken.cpp"
     broken.write_text(source)
     monkeypatch.setattr(thin_products, "SOURCES", [broken])
     assert thin_products.compile_for.__wrapped__(AVX2) is None
     assert not list((tmp_path / "kernels").iterdir())
+    assert "broken.cpp" in caplog.text, "what the compiler said"
 
 
 @pytest.mark.parametrize("instructions", [None, *CAN_RUN], ids=lambda value: NAMES.get(value, "torch"))
