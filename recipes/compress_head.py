@@ -24,12 +24,12 @@ from specdraft.config import UserError, config_to_dict, run_program
 from specdraft.decoding.head_times import rank_throughput, timed_ranks
 from specdraft.decoding.measure import BUSY, OthersCpu
 from specdraft.export.folder import require_replaceable
+from specdraft.job import Job, JobConfig, head_features, head_inputs, make_trainer, prepare, start
 from specdraft.models.checkpoint import load_drafter, read_config, read_taps, save_drafter
 from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.heads import Components, check_factoring, components, energy_rank, largest_rank
 from specdraft.models.initialise import factored_copy, token_frequency
 from specdraft.models.target import TargetModel
-from specdraft.pipeline import Job, JobConfig, head_features, head_inputs, make_trainer, prepare, start
 from specdraft.provenance import atomic_path, hash_file, provenance, sole_writer, write_json
 from specdraft.training.loop import TrainConfig, simulate, supervised
 from specdraft.training.objective import Objective, ObjectiveConfig

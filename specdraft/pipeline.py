@@ -1,58 +1,36 @@
-"""The main job, step by step: prompts -> answers of the target -> a drafter -> training -> measured speedup -> checkpoint.
+"""The main job, step by step: prompts and answers (job.py) -> a drafter -> training -> measured speedup -> checkpoint.
 
-recipes/train_slimspec.py and recipes/train_eagle3.py are this with different defaults. Each step prints what it will take
-before it starts, and leaves its result on disk, so that the same command goes on where an interrupted one stopped.
-It knows nothing of how the steps work.
+recipes/train_slimspec.py and recipes/train_eagle3.py are this with different defaults. It knows nothing of how the steps work.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 import torch
-from accelerate import Accelerator
-from accelerate.utils import set_seed
 
 from specdraft import summary
 from specdraft.config import UserError, config_to_dict, require_positive
-from specdraft.data.chat import AnswerRow, Example, answers_to_examples, check_masks, read_answers
-from specdraft.data.shards import Shards
-from specdraft.data.source import HiddenStates, Online
-from specdraft.data.tasks import Prompt, builtin_prompts, read_prompts, split_held_out
+from specdraft.data.chat import AnswerRow, Example
+from specdraft.data.source import Online
 from specdraft.data.vocab import VocabMap, count_tokens, require_tokens, required_ids
-from specdraft.decoding.answers import (
-    AnswerConfig,
-    answer_prompts,
-    answers_key,
-    answers_to,
-    estimate_answers,
-    minutes_spent,
-    read_parts,
-)
 from specdraft.decoding.generate import autoregressive_generate
 from specdraft.decoding.length_policies import Fixed
 from specdraft.decoding.measure import Contender, Speedup, drafts, measure_speedups
 from specdraft.decoding.sampling import Sampling
-from specdraft.losses import LOSSES, LossConfig
+from specdraft.job import JobConfig, head_features, make_trainer, prepare, start
 from specdraft.models.checkpoint import load_drafter, save_drafter
 from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.heads import HeadConfig, check_vocabulary, head_rank
 from specdraft.models.initialise import DrafterConfig, eagle3_config, new_drafter, warm_start
 from specdraft.models.target import TargetModel
-from specdraft.provenance import hash_file, hash_json, require_disk, sole_writer
-from specdraft.training.loop import TrainConfig, Trainer, TrainResult
-from specdraft.training.objective import ObjectiveConfig, Rows, supervised_counts
-from specdraft.training.optim import OptimConfig
-from specdraft.training.processes import make_accelerator
+from specdraft.provenance import hash_file, sole_writer
+from specdraft.training.loop import TrainResult
 
-WHITENING_TOKENS = 16384
 TRIMMED_SIZE = 8192  # of a trimmed head, where nothing is said
 
 
@@ -75,67 +53,6 @@ class MeasureConfig:
         Sampling(self.temperature)
 
 
-def a_few_minutes() -> AnswerConfig:
-    """Answers for half an hour. After five sampled tokens the target goes on as it does at T = 0: different answers to one prompt, and
-    the text that is drafted for (docs/log.md)."""
-    return AnswerConfig(max_new_tokens=160, temperature=1.0, greedy_after=5, max_minutes=12)
-
-
-def half_an_hour() -> TrainConfig:
-    """What fits into half an hour on two CPU cores, answers and measuring included (docs/log.md). Short drafts pay most there, so
-    the first drafted token weighs most."""
-    loss = LossConfig(terms={name: float(name == "lk_hybrid") for name in LOSSES}, decay=0.3)
-    objective = ObjectiveConfig(steps=2, sampled_vocab=8192, loss=loss)
-    optim = OptimConfig("auto", lr=2e-3, head_lr=1e-3)
-    return TrainConfig(epochs=12, tokens_per_batch=1024, eval_every=0, save_every=300, objective=objective, optim=optim)
-
-
-@dataclass
-class JobConfig:
-    """What every job has that trains on a target's own answers.   name: of the run; everything goes to output/name.   target:
-    `default` (SmolLM2-135M-Instruct), a folder, a GGUF file or a Hub id.   prompts: `builtin`, or a JSONL file.   max_prompts: the
-    first n of them; None = all.   answers_each: answers to a training prompt, each sampled from a stream of its own.   minutes: of
-    answers and training together: training has what the answers leave; None = no such limit.   max_length: tokens of a training
-    sequence.   states: None = run the target; a folder that data_prep/extract_hidden_states.py wrote = train on its answers to
-    `prompts` and on its hidden states, answer nothing.   cache_gb: memory, and disk, for the target's hidden states: what fits is
-    made once, with the answers.   threads: of a process on a CPU; None = all physical cores, divided by the processes of this
-    machine."""
-
-    name: str = "slimspec"
-    output: Path = Path("runs")
-    target: str = "default"
-    prompts: str = "builtin"
-    max_prompts: int | None = None
-    answers_each: int = 2
-    minutes: float | None = 24
-    max_length: int = 1024
-    states: Path | None = None
-    cache_gb: float = 6.0
-    threads: int | None = None
-    answers: AnswerConfig = field(default_factory=a_few_minutes)
-    train: TrainConfig = field(default_factory=half_an_hour)
-
-    def __post_init__(self) -> None:
-        require_positive({key: getattr(self, key) for key in ("max_prompts", "max_length", "threads", "answers_each")})
-        if not self.target:
-            raise UserError("target: got an empty name, allowed: default, a model folder, a GGUF file or a Hub id")
-        if self.answers_each > 1 and self.answers.sampling.greedy:
-            raise UserError(
-                f"answers_each: got {self.answers_each} at answers.temperature 0, where all are equal; give a temperature, such as 0.7"
-            )
-        if self.minutes is not None and not (self.answers.max_minutes or math.inf) < self.minutes < math.inf:
-            raise UserError(
-                f"minutes: got {self.minutes:g} for answers and training together, allowed: None, or more than answers.max_minutes, which "
-                f"is {self.answers.max_minutes}"
-            )
-        if not 0 <= self.cache_gb < math.inf:
-            raise UserError(f"cache_gb: got {self.cache_gb}, allowed: 0 (no cache) or more")
-        if Path(self.name).name != self.name or self.name in ("", "..", "answers"):
-            raise UserError(
-                f"name: got {self.name!r}, allowed: the name of a folder in {self.output}, not a path, not 'answers'"
-            )
-
-
 @dataclass
 class RunConfig(JobConfig):
     """warm_start: a drafter folder, of the same shape and vocabulary map, whose weights training starts from. The rest of the fields that
@@ -145,22 +62,6 @@ class RunConfig(JobConfig):
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
-
-
-@dataclass
-class Job:
-    """What a job works with.   states: of the target for both sets of examples.   rows: all answers, by prompt id.
-    minutes: that they took, in all runs; answering: seconds of it in this one."""
-
-    accelerator: Accelerator
-    target: TargetModel
-    states: HiddenStates
-    rows: dict[str, AnswerRow]
-    held_out_rows: list[AnswerRow]
-    train: list[Example]
-    held_out: list[Example]
-    minutes: float
-    answering: float
 
 
 def run(config: RunConfig) -> None:
@@ -194,89 +95,6 @@ def run(config: RunConfig) -> None:
     accelerator.end_training()
 
 
-def start(config: JobConfig, tap_layers: tuple[int, ...] | None = None) -> tuple[Accelerator, TargetModel]:
-    """This process's threads, seed and Accelerator, and the target on its device. tap_layers: None = the default ones."""
-    train, folder = config.train, config.output / config.name
-    accelerator = make_accelerator(train.mixed_precision, train.processes, train.tracker, folder)
-    if accelerator.device.type == "cpu":
-        torch.set_num_threads(config.threads or default_threads())
-    set_seed(train.seed)
-    dtype = torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32
-    device = str(accelerator.device)
-    return accelerator, TargetModel.load(config.target, dtype=dtype, device=device, tap_layers=tap_layers)
-
-
-def prepare(accelerator: Accelerator, target: TargetModel, config: JobConfig, needed: int, count: int) -> Job:
-    """Answers to the prompts of `config` as examples, and where their hidden states come from. needed, count: held-out prompts at least,
-    and at most."""
-    train_prompts, held_out_prompts = choose_prompts(config, needed, count)
-    states: HiddenStates
-    minutes = answering = 0.0
-    if config.states is None:
-        states = Online(target, cache_bytes=int(config.cache_gb * 1e9))
-        answering = time.perf_counter()
-        rows = answer(accelerator, target, states, held_out_prompts + train_prompts, config)
-        answering = time.perf_counter() - answering
-        minutes = minutes_spent(answers_folder(target, config))
-    else:
-        states = Shards(config.states, target)
-        rows = stored_answers(target, config, train_prompts, held_out_prompts)
-        accelerator.print(f"answers and hidden states: {len(rows)} of {config.states}")
-    held_out_rows = in_order(rows, held_out_prompts)
-    train, account = answers_to_examples(in_order(rows, train_prompts), config.max_length)
-    held_out, _ = answers_to_examples(held_out_rows, config.max_length)
-    accelerator.print(f"training answers: {account}")
-    check_masks(train, target.tokenizer)
-    if isinstance(states, Shards):
-        states.require([*train, *held_out])
-    return Job(accelerator, target, states, rows, held_out_rows, train, held_out, minutes, answering)
-
-
-def identity_of(config: RunConfig, drafter: Eagle3Drafter, target: TargetModel) -> dict[str, str]:
-    """What a run starts from, by name: only a run that started from the same is gone on with."""
-    vocab_map, rank = drafter.lm_head.vocab_map, drafter.config.head.rank
-    body = {f"drafter.{key}": str(value) for key, value in vars(config.drafter).items()}
-    body["drafter.tap_layers"] = str(drafter.config.tap_layers)
-    head = {"head": config.head.kind, "head.rank": str(rank), "head.init": config.head.init}
-    start = "none" if config.warm_start is None else hash_file(config.warm_start / "model.safetensors")
-    return {
-        "target": target.hash,
-        "vocabulary map": vocab_map.hash if vocab_map else "none",
-        "warm start": start,
-        **head,
-        **body,
-    }
-
-
-def make_trainer(job: Job, drafter: Eagle3Drafter, config: JobConfig, identity: dict[str, str]) -> Trainer:
-    """A Trainer of the drafter's parameters that require a gradient; prints what training will take. identity: see Trainer."""
-    folder, accelerator, target = config.output / config.name / "training", job.accelerator, job.target
-    train = training_limits(config, job.minutes)
-    trainer = Trainer(accelerator, drafter, target, job.states, job.train, job.held_out, train, folder, identity)
-    cache_gb = config.cache_gb if config.states is None else None
-    accelerator.print(summary.training_estimate(target, drafter, job.train, train, cache_gb))
-    return trainer
-
-
-def training_limits(config: JobConfig, spent: float) -> TrainConfig:
-    """Its training, within the minutes that are left when answers took `spent`."""
-    train = config.train
-    if config.minutes is None:
-        return train
-    left = config.minutes - min(
-        spent, config.answers.max_minutes
-    )  # another run may have spent more on the same answers
-    return replace(train, max_minutes=left if train.max_minutes is None else min(left, train.max_minutes))
-
-
-def default_threads() -> int:
-    """`accelerate launch` sets OMP_NUM_THREADS=1 where nobody chose, which would halve the speed of two cores."""
-    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):  # Linux: a container or `taskset` may leave fewer
-        cores = min(cores, len(os.sched_getaffinity(0)))
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
 def check_drafter(config: RunConfig, target: TargetModel) -> None:
     """What can be wrong with the drafter is found before hours of work. Raises UserError."""
     check_vocabulary(config.head)
@@ -298,85 +116,20 @@ def check_drafter(config: RunConfig, target: TargetModel) -> None:
         load_drafter(config.warm_start, target, torch.float32)
 
 
-def choose_prompts(config: JobConfig, needed: int, count: int) -> tuple[list[Prompt], list[Prompt]]:
-    """(for training, held out): the held-out part of a given set of prompts is always the same; `count` of it are answered at most,
-    `needed` at least."""
-    prompts = builtin_prompts() if config.prompts == "builtin" else read_prompts(Path(config.prompts))
-    train, held_out = split_held_out(prompts[: config.max_prompts])
-    if not train or len(held_out) < needed:
-        raise UserError(
-            f"prompts: got {len(train)} for training and {len(held_out)} held out of {config.prompts}, allowed: at least 1 and {needed}; "
-            "give more prompts"
-        )
-    again = [replace(prompt, id=f"{prompt.id}#{n}") for n in range(2, config.answers_each + 1) for prompt in train]
-    return train + again, held_out[:count]
-
-
-def answer(
-    accelerator: Accelerator, target: TargetModel, states: Online, prompts: Sequence[Prompt], config: JobConfig
-) -> dict[str, AnswerRow]:
-    """The target's answers by prompt id, and its states on the way; first prompts first, as many as the time allows. Every process
-    answers its share; what any earlier run answered is reused, and so are the states that this process kept."""
-    folder = answers_folder(target, config)
-    taps = "-".join(map(str, target.tap_layers))
-    kept = folder / f"states-{taps}-{accelerator.process_index:05}"
-    part = folder / f"part-{accelerator.process_index:05}.jsonl"
-    known = read_parts(target, folder, prompts)
-    accelerator.wait_for_everyone()  # what each process answers follows from what all of them have read
-    missing = [prompt for prompt in prompts if prompt.id not in known]
-    accelerator.print(f"answers: {len(prompts)} prompts, {len(known)} answered already ({folder})")
-    states.load(kept)
-    if missing:
-        kept_bytes = states_room(target, states, missing, config)
-        require_disk(
-            folder, 20 * len(missing) * config.answers.max_new_tokens + kept_bytes, "answers and hidden states"
-        )
-        accelerator.print(estimate_answers(target, missing, config.answers, part))
-        if kept_bytes:
-            accelerator.print(
-                f"hidden states: up to {kept_bytes / 1e9:.1f} GB more of memory, and of disk, are kept for training"
-            )
-    mine = missing[accelerator.process_index :: accelerator.num_processes]
-    if mine:
-        keep, held = states.remember if states.cache_bytes else None, states.used_bytes
-        try:
-            answer_prompts(target, mine, part, config.answers, keep)
-        finally:  # also when interrupted: the answers so far are on disk, and their states belong to them
-            if states.used_bytes > held:
-                states.save(kept)
-    accelerator.wait_for_everyone()
-    return read_parts(target, folder, prompts) if missing else known
-
-
-def states_room(target: TargetModel, states: Online, prompts: Sequence[Prompt], config: JobConfig) -> int:
-    """Bytes that the hidden states kept with the answers to these prompts may take, at most."""
-    per_token = (len(target.tap_layers) + 1) * target.hidden_size * target.dtype.itemsize
-    return min(states.cache_bytes - states.used_bytes, len(prompts) * config.max_length * per_token)
-
-
-def answers_folder(target: TargetModel, config: JobConfig) -> Path:
-    key = hash_json(answers_key(target, config.answers))
-    return config.output / "answers" / f"{Path(target.name).name}-{key}"
-
-
-def stored_answers(
-    target: TargetModel, config: JobConfig, train: Sequence[Prompt], held_out: Sequence[Prompt]
-) -> dict[str, AnswerRow]:
-    """Answers that lie beside stored states, by prompt id. Raises UserError where they are not those of the prompts."""
-    path = config.states / "answers.jsonl"
-    rows = answers_to(target, read_answers(path), [*train, *held_out])
-    found = [sum(prompt.id in rows for prompt in part) for part in (train, held_out)]
-    if not all(found):
-        raise UserError(
-            f"states {path}: got answers to {found[0]} of {len(train)} training and {found[1]} of {len(held_out)} held-out prompts of "
-            f"{config.prompts}, allowed: at least 1 of each; give the prompts that the states were made from (--prompts)"
-        )
-    return rows
-
-
-def in_order(rows: dict[str, AnswerRow], prompts: Sequence[Prompt]) -> list[AnswerRow]:
-    """The answers to those of `prompts` that were answered."""
-    return [rows[prompt.id] for prompt in prompts if prompt.id in rows]
+def identity_of(config: RunConfig, drafter: Eagle3Drafter, target: TargetModel) -> dict[str, str]:
+    """What a run starts from, by name: only a run that started from the same is gone on with."""
+    vocab_map, rank = drafter.lm_head.vocab_map, drafter.config.head.rank
+    body = {f"drafter.{key}": str(value) for key, value in vars(config.drafter).items()}
+    body["drafter.tap_layers"] = str(drafter.config.tap_layers)
+    head = {"head": config.head.kind, "head.rank": str(rank), "head.init": config.head.init}
+    start = "none" if config.warm_start is None else hash_file(config.warm_start / "model.safetensors")
+    return {
+        "target": target.hash,
+        "vocabulary map": vocab_map.hash if vocab_map else "none",
+        "warm start": start,
+        **head,
+        **body,
+    }
 
 
 def choose_vocabulary(target: TargetModel, train: list[Example], head: HeadConfig) -> VocabMap | None:
@@ -392,36 +145,6 @@ def counted_map(target: TargetModel, counts: torch.Tensor, head: HeadConfig) -> 
     """The most frequent tokens, by counts [V], and the required ones. Raises UserError for a size that they do not fit."""
     always = required_ids(target.tokenizer, target.eos_token_ids, target.vocab_size)
     return VocabMap.from_counts(counts, head.vocab_size or TRIMMED_SIZE, always)
-
-
-def head_features(states: HiddenStates, train: list[Example]) -> torch.Tensor:
-    """Last states of the target [N, H] from which the supervised tokens of the first examples come: what a whitened head is
-    fitted on. Examples whose states are not finite have an empty mask; training counts and reports them."""
-    found, count = [], 0
-    for example in train:
-        batch = states.batch([example])
-        found.append(batch.last[:, :-1][batch.loss_mask[:, 1:]])
-        count += len(found[-1])
-        if count >= WHITENING_TOKENS:
-            break
-    return torch.cat(found)
-
-
-@torch.no_grad()
-def head_inputs(drafter: Eagle3Drafter, job: Job, steps: int) -> torch.Tensor:
-    """What the drafter's head reads [N, H], normed, at the supervised rows of the first training examples, all K steps of the unroll."""
-    found, count = [], 0
-    for example in job.train:
-        batch = job.states.batch([example])
-        if not supervised_counts([batch.loss_mask[0].cpu()], steps)[0, 0]:
-            continue
-        rows = Rows.from_masks([batch.loss_mask[0].cpu()], steps).to(batch.taps.device)
-        hidden = drafter.unroll(batch.taps, batch.input_ids, rows.index, steps)  # [K, 1, M, H]
-        found.append(hidden.flatten(1, 2)[:, rows.slot][rows.valid].float())
-        count += len(found[-1])
-        if count >= WHITENING_TOKENS:
-            break
-    return torch.cat(found)
 
 
 def measure(

@@ -9,7 +9,8 @@ import pytest
 from specdraft.config import UserError
 from specdraft.data.tasks import builtin_prompts, split_held_out
 from specdraft.decoding.answers import AnswerConfig
-from specdraft.pipeline import MeasureConfig, RunConfig, choose_prompts, default_threads, training_limits
+from specdraft.job import choose_prompts, default_threads, training_limits
+from specdraft.pipeline import MeasureConfig, RunConfig
 
 
 @pytest.mark.parametrize(
