@@ -3,7 +3,7 @@
 The lean path calls such a function itself; a Hugging Face model calls the one that this file registers with transformers'
 `AttentionInterface`. It knows nothing of drafters, nor of what the functions do.
 
-Letters: B rows, n new tokens, N query heads, G key/value heads, T slots, D head width.
+Letters: B rows, n new tokens, h query heads, G key/value heads, T slots, D head width.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAME = "specdraft"
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """layer: its number.   q [B,N,n,D], keys, values [B,G,T,D]: positions are in them already.   mask: to add,
+    """layer: its number.   q [B,h,n,D], keys, values [B,G,T,D]: positions are in them already.   mask: to add,
     [B or 1, 1, n or more, T] (rows past n repeat the first ones), or None: nothing is hidden, or the pass is causal from
     its first slot.   scale: of q k.   soft_cap: c of c tanh(score / c), or None."""
 
@@ -39,7 +39,7 @@ class AttentionInputs:
     soft_cap: float | None = None
 
 
-# What a layer attends with: inputs -> [B,n,N,D], or None: as it would have done.
+# What a layer attends with: inputs -> [B,n,h,D], or None: as it would have done.
 Attention = Callable[[AttentionInputs], Tensor | None]
 
 
@@ -51,7 +51,7 @@ class Watcher(Protocol):
 
 
 def attend_with_weights(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """Attention as plain products: out [B,n,N,D], and its weights [B,G,N/G,n,T], in the type of q."""
+    """Attention as plain products: out [B,n,h,D], and its weights [B,G,h/G,n,T], in the type of q."""
     q, keys, values = inputs.q, inputs.keys, inputs.values
     batch, heads, n, width = q.shape
     groups = keys.shape[1]

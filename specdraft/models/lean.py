@@ -2,7 +2,7 @@
 
 It knows nothing of tokenizers, files or other families: those take the path of generic.py. A test holds both equal.
 
-Letters: B rows, n new tokens, T slots in use, H width, N query heads, G key/value heads, D head width, I MLP width.
+Letters: B rows, n new tokens, T slots in use, H width, h query heads, G key/value heads, D head width, I MLP width.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def is_supported(model: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer. qkv: H -> (N+2G)*D; out: N*D -> H; gate_up: H -> 2*I; down: I -> H."""
+    """One decoder layer. qkv: H -> (h+2G)*D; out: h*D -> H; gate_up: H -> 2*I; down: I -> H."""
 
     input_norm: FrozenRMSNorm
     qkv: FrozenLinear
@@ -145,7 +145,7 @@ class LeanModel:
         return tapped, hidden
 
     def _project(self, layer: Layer, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """[B,n,H] -> queries [B,n,N,D], keys and values [B,n,G,D]; queries and keys are rotated."""
+        """[B,n,H] -> queries [B,n,h,D], keys and values [B,n,G,D]; queries and keys are rotated."""
         heads, turned = self.num_heads, self.num_heads + self.num_kv
         qkv = layer.qkv(layer.input_norm(hidden)).view(*hidden.shape[:2], -1, self.head_dim)
         qk = qkv[:, :, :turned]
@@ -161,7 +161,7 @@ class LeanModel:
         return is_plain and queries <= PRODUCT_ROWS and row_attention.is_supported(hidden)
 
     def _mask(self, append: Append, dtype: torch.dtype) -> Tensor | None:
-        """The mask as numbers to add, for the rows of `attend`: [B or 1, 1, N/G*n or 1, width]."""
+        """The mask as numbers to add, for the rows of `attend`: [B or 1, 1, h/G*n or 1, width]."""
         if append.mask is None:
             return None
         return additive(append.mask, self.num_heads // self.num_kv, dtype)
@@ -175,9 +175,9 @@ def additive(mask: Tensor, repeats: int, dtype: torch.dtype) -> Tensor:
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """q [B,n,N,D]; keys, values [B,G,T,D]; mask to add, broadcastable to [B,1,N/G*n,T] -> [B,n,N*D].
+    """q [B,n,h,D]; keys, values [B,G,T,D]; mask to add, broadcastable to [B,1,h/G*n,T] -> [B,n,h*D].
 
-    Key heads are never repeated in memory: the N/G queries that share one become rows of the same product."""
+    Key heads are never repeated in memory: the h/G queries that share one become rows of the same product."""
     batch, n, heads, width = q.shape
     q = q.transpose(1, 2).reshape(batch, keys.shape[1], -1, width)
     if mask is not None and batch > 1 and q.shape[2] <= PRODUCT_ROWS and q.device.type == "cpu":
@@ -190,7 +190,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tens
 
 
 def attend_causally(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Each of n tokens attends to itself and those before. q [B,n,N,D]; keys, values [B,n,G,D] -> [B,n,N*D]."""
+    """Each of n tokens attends to itself and those before. q [B,n,h,D]; keys, values [B,n,G,D] -> [B,n,h*D]."""
     n = q.shape[1]
     if n <= CAUSAL_BLOCK or q.device.type != "cpu":
         q, keys, values = q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
@@ -204,7 +204,7 @@ def attend_causally(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def _causal_block(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """The last n of T tokens. q [B,n,N,D]; keys, values [B,T,G,D] -> [B,n,N*D]. Two batched products, which on a CPU
+    """The last n of T tokens. q [B,n,h,D]; keys, values [B,T,G,D] -> [B,n,h*D]. Two batched products, which on a CPU
     take half the time of torch's attention kernel."""
     batch, n, heads, width = q.shape
     groups = keys.shape[2]

@@ -3,7 +3,7 @@
 By torch a batch is two products over all slots that the longest row has, behind a mask; where prompts differ in length that is twice the
 work, and half the time of a step. It knows nothing of models.
 
-Letters: B rows, n new tokens, N query heads, G key/value heads, D head width, T slots.
+Letters: B rows, n new tokens, h query heads, G key/value heads, D head width, T slots.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class _RowAttention(ctypes.Structure):
 
 
 def attend_rows(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-    """q [B,n,N,D]; keys, values [B,G,T,D], the new ones in them; lengths [B] int64, slots of each row before its new tokens; fp32 or
-    bf16 -> [B,n,N*D]: token i of row b over the slots 0..lengths[b]+i. No gradient."""
+    """q [B,n,h,D]; keys, values [B,G,T,D], the new ones in them; lengths [B] int64, slots of each row before its new tokens; fp32 or
+    bf16 -> [B,n,h*D]: token i of row b over the slots 0..lengths[b]+i. No gradient."""
     rows, n, heads, dim = q.shape
     assert q.stride()[2:] == keys.stride()[2:] == (dim, 1), (q.stride(), keys.stride())
     assert keys.stride() == values.stride(), (keys.stride(), values.stride())
