@@ -142,7 +142,7 @@ class OnlineAlignment:
     def restart(self) -> None:
         """Forget everything: frozen weights, an empty buffer. Counts of texts, rollbacks and seconds go on."""
         self._forget_weights()
-        self.give([])
+        self.give()
         self.positions.clear()
         self.rounds = self.waiting = 0  # all of them; those since the last step
         self.judged = 0  # positions of rounds up to this one have been seen by the guard
@@ -185,7 +185,7 @@ class OnlineAlignment:
                 )
                 self._ends[seen.row] = (text, place + len(seen.tokens))
             if self.waiting >= self.config.every and self._has_time():
-                self.adapt([seen.live for seen in rounds])
+                self.adapt(rounds[0].live)
         self._clock = time.perf_counter()
         self.spent += self._clock - start
 
@@ -195,32 +195,28 @@ class OnlineAlignment:
 
     # --- learning ----------------------------------------------------------------------------------------------------
 
-    def adapt(self, live: list[LiveRows | None]) -> None:
-        """One step. live: rows of the head in the last round of every text; the first one's are trained on."""
+    def adapt(self, live: LiveRows | None) -> None:
+        """One step. live: rows of the head in the last round of the first text, which are trained on."""
         since, self.waiting = self.waiting, 0
-        rows = self._head_rows(live[0])
+        rows = self._head_rows(live)
         is_good = self.updates == 0 or self._judge(since, rows)
         self.judged = self.rounds
         if not is_good:
             self.rollbacks += 1
             self._forget_weights()
-            self.give(live)
+            self.give()
         elif self._step(rows):
-            self.give(live)
+            self.give()
 
     @torch.no_grad()
-    def give(self, live: list[LiveRows | None]) -> None:
-        """The drafter drafts with what was learnt from now on.   live: rows of a head that are packed somewhere."""
+    def give(self) -> None:
+        """The drafter drafts with what was learnt from now on."""
         if self.updates == 0 and not self._is_changed:
             return
         for name, weight in self.trained.weights():
             self.drafter.get_parameter(name).copy_(weight)
         self._is_changed = self.updates > 0
         self.drafter.refresh()
-        if self.config.head:
-            for rows in live:
-                if rows is not None:
-                    rows.repack()
 
     def _head_rows(self, live: LiveRows | None) -> Tensor | None:
         """[n] rows of the head that are live; None = all."""

@@ -106,7 +106,7 @@ def test_the_drafter_gets_base_plus_adapter_and_loses_it_again(method, kind, hea
     before = {name: weight.clone() for name, weight in drafter.named_parameters()}
     alignment = align(drafter, method=method, head=head)
     shake(alignment)
-    alignment.give([])
+    alignment.give()
     assert not torch.equal(drafter.fc.weight, before["fc.weight"])
     taps, tokens, rows = inputs(drafter)
     with torch.no_grad():
@@ -181,7 +181,7 @@ def test_a_poisoned_update_is_rolled_back(frozen):
     assert alignment.rollbacks == 0
     assert not torch.allclose(drafter.fc.weight, before["fc.weight"], atol=1e-3)
     shake(alignment, 5.0)
-    alignment.give([])
+    alignment.give()
     alignment.config = replace(alignment.config, lr=1e-12)  # so that later steps do not hide what was given back
     feed(alignment, 3)
     assert alignment.rollbacks == 0
@@ -196,7 +196,7 @@ def test_a_rolled_back_drafter_is_the_frozen_one_bit_for_bit():
     alignment = align(drafter, guard_rounds=4, across_requests=True)
     feed(alignment, 4)
     shake(alignment, 5.0)
-    alignment.give([])
+    alignment.give()
     alignment._judge = lambda since, rows: False
     feed(alignment, 4)
     assert alignment.rollbacks == 1
