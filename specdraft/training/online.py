@@ -98,9 +98,9 @@ class OnlineAlignment:
     """An Observer that trains `drafter`: hand it to speculative_generate with that same drafter.
 
     The guard: decoding is lossless, so the frozen drafter would have met the same text. Before a step, positions that came since the
-    last one (nothing was trained on them yet) are drafted again, K deep, by both weights; where over the last guard_rounds the accepted
-    length (mean of greedy and sampled drafts) of the adapted ones is under guard_share of the frozen ones', the drafter gets its frozen
-    weights back, bit for bit.
+    last one (nothing was trained on them yet; of more than a step draws, the newest) are drafted again, K deep, by both weights;
+    where over the last guard_rounds the accepted length (mean of greedy and sampled drafts) of the adapted ones is under guard_share of
+    the frozen ones', the drafter gets its frozen weights back, bit for bit.
 
     vocab_size: V of the target.   Raises UserError: see Lora; a memory budget in which no window fits.
     """
@@ -322,8 +322,7 @@ class OnlineAlignment:
     @torch.no_grad()
     def _judge(self, since: int, rows: Tensor | None) -> bool:
         """Whether the weights are to be kept, by the positions of the last `since` rounds and those before."""
-        fields = self.positions.fields
-        is_fresh = fields["has_law"] & (fields["round"] > self.judged)
+        is_fresh = self._fresh()
         runs = [run for run in self.positions.runs() if is_fresh[run].any()]
         if not runs:
             return True
@@ -341,6 +340,16 @@ class OnlineAlignment:
         adapted, frozen = (sum(entry[i] for entry in self.guard) for i in (1, 2))
         return adapted >= self.config.guard_share * frozen
 
+    def _fresh(self) -> Tensor:
+        """[C] bool: positions that came since the last step, the newest windows * window of them: more would not fit in memory where
+        a step waited long."""
+        fields, positions = self.positions.fields, self.positions
+        slots = (fields["has_law"] & (fields["text"] >= 0) & (fields["round"] > self.judged)).nonzero()[:, 0]
+        age = (positions.written - 1 - slots) % positions.capacity
+        is_fresh = torch.zeros_like(fields["has_law"])
+        is_fresh[slots[age.argsort()[: self.config.windows * self.config.window]]] = True
+        return is_fresh
+
     def _accepted(self, module: Eagle3Drafter, windows: Windows, valid: Tensor, rows: Tensor | None) -> float:
         """Tokens accepted of drafts from every row, K deep: sum of prod_{j<=k} a_j, the mean of greedy drafts (a = hit) and of sampled ones
         (a = sum of min(p, q) over the kept tokens). Hits alone tell nothing apart from frozen weights that hit nothing."""
@@ -357,11 +366,7 @@ class OnlineAlignment:
         return {"updates": self.updates, "rollbacks": self.rollbacks, "spent": self.spent}
 
     def memory(self) -> dict[str, int]:
-        """Bytes: `optimizer` (its states, as far as there was a step), `buffer`, `trained` (weights; their gradients, as much again, live
-        for a step only)."""
-        states = (value for state in self.optimizer.state.values() for value in state.values())
-        return {
-            "optimizer": sum(value.nbytes for value in states if isinstance(value, Tensor)),
-            "buffer": self.positions.bytes,
-            "trained": sum(weight.nbytes for weight in self.trained.named.values()),
-        }
+        """Bytes: `optimizer` (its two moments, whether there was a step yet or not), `buffer`, `trained` (weights; their gradients, as
+        much again, live for a step only)."""
+        trained = sum(weight.nbytes for weight in self.trained.named.values())
+        return {"optimizer": 2 * trained, "buffer": self.positions.bytes, "trained": trained}
