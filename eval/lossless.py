@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from specdraft.config import UserError, run_program
+from specdraft.config import UserError, require_positive, require_some, run_program
 from specdraft.data.chat import render_prompt
 from specdraft.data.tasks import builtin_prompts, read_prompts, split_held_out
 from specdraft.decoding.bench import Request
@@ -56,6 +56,8 @@ class LosslessConfig:
 
 
 def main(config: LosslessConfig) -> None:
+    require_some({"dtypes": config.dtypes})
+    require_positive({name: getattr(config, name) for name in ("count", "max_new_tokens", "drafted")})
     folder = config.drafter or newest_drafter(Path("runs"))
     for dtype in config.dtypes:
         if dtype not in MARGINS:

@@ -7,7 +7,7 @@ python eval/sparse_self.py --parts long --acceptance 0.9 0.85 0.8
 
 `real`: a target on documents with facts to find, at T = 0: every budget with every fixed draft length and with the entropy
 controller (by costs that are measured first), beside the target alone. `long`: a random model whose attention dominates, with
-rounds that accept what the real target did at its longest context and middle budget; the efficiency formula's prediction
+rounds that accept what the real target did at its longest context and the same budget; the efficiency formula's prediction
 beside what was measured. Results lie in output/real.json and output/long.json; rows that were measured on a busy machine say so.
 """
 
@@ -30,6 +30,7 @@ from specdraft.models.target import TargetModel
 from specdraft.provenance import hash_json, machine, read_json, require_writable, write_json
 
 ADAPTIVE = "adaptive"
+KIND = 2  # of measurement: another one where what a row holds, or what it means, changes
 OTHERS = {  # settings that a part's measurements do not depend on, beyond the contexts that it is asked for
     "real": ("parts", "output", "contexts", "long_contexts", "acceptance", "rounds", "random_model"),
     "long": ("parts", "output", "contexts", "long_contexts", "acceptance", "target", "prompts", "max_new_tokens"),
@@ -41,7 +42,8 @@ class SparseSelfEval:
     """contexts, long_contexts: tokens of a prompt.   budgets: shares of the positions that an index holds.   lengths: drafted tokens
     a round.   prompts: documents at every context, the three tasks in turn.   rounds: of every length, context and budget in the
     long part.   acceptance: alpha_1.. for the long part (the last one holds for all later positions); none = as measured by the
-    real part.   sparse: the rest of the drafter's settings.   threads: None = as torch has it."""
+    real part, of the same budget, or of its middle one where the real part had not that one.   sparse: the rest of the drafter's
+    settings.   threads: None = as torch has it."""
 
     parts: tuple[Literal["real", "long"], ...] = ("real", "long")
     target: str = "default"
@@ -106,7 +108,7 @@ def resumed(
 ) -> None:
     """Measure the contexts that output/part.json does not hold yet; print all rows. UserError: it holds other measurements."""
     settings = {name: value for name, value in config_to_dict(config).items() if name not in OTHERS[part]}
-    key = hash_json([settings, identity, machine()])
+    key = hash_json([KIND, settings, identity, machine()])
     path = config.output / f"{part}.json"
     found = read_rows(config, part)
     if found["rows"] and found["key"] != key:
@@ -146,24 +148,31 @@ def real(target: TargetModel, context: int, config: SparseSelfEval) -> list[dict
     ]
 
 
-def acceptance(config: SparseSelfEval) -> list[float]:
-    """alpha_1.. of the longest fixed drafts, at the real part's longest context and middle budget."""
+def acceptance(config: SparseSelfEval) -> list[list[float]]:
+    """For each budget alpha_1.. of the longest fixed drafts, at the real part's longest context and the same budget; where it has none
+    such, at its middle one."""
     if config.acceptance:
-        return list(config.acceptance)
+        return [list(config.acceptance)] * len(config.budgets)
     found = read_rows(config, "real")
     if not found["rows"]:
         raise UserError("acceptance: got none, and the real part has no rows; run it first, or give --acceptance")
     fixed = [row for row in found["rows"] if row["length"] != ADAPTIVE]
     budgets = sorted({row["budget"] for row in fixed})
-    fixed = [row for row in fixed if row["budget"] == budgets[len(budgets) // 2]]
-    alphas = max(fixed, key=lambda row: (row["context"], row["length"]))["conditional_acceptance"]
-    return [alpha for alpha in alphas if alpha is not None] or [0.0]
+    of_budget = {}
+    for budget in budgets:
+        rows = [row for row in fixed if row["budget"] == budget]
+        alphas = max(rows, key=lambda row: (row["context"], row["length"]))["conditional_acceptance"]
+        of_budget[budget] = [alpha for alpha in alphas if alpha is not None] or [0.0]
+    return [of_budget.get(budget, of_budget[budgets[len(budgets) // 2]]) for budget in config.budgets]
 
 
-def long(target: TargetModel, context: int, alphas: list[float], config: SparseSelfEval) -> list[dict]:
+def long(target: TargetModel, context: int, alphas: list[list[float]], config: SparseSelfEval) -> list[dict]:
     """A row for every budget."""
-    options = (context, config.lengths, alphas, config.rounds, config.seed)
-    return [asdict(long_context.prescribed_rounds(target, settings, *options)) for settings in each_budget(config)]
+    rows = []
+    for settings, own in zip(each_budget(config), alphas, strict=True):
+        options = (context, config.lengths, own, config.rounds, config.seed)
+        rows.append(asdict(long_context.prescribed_rounds(target, settings, *options)))
+    return rows
 
 
 def print_real(rows: list[dict]) -> None:
@@ -172,7 +181,8 @@ def print_real(rows: list[dict]) -> None:
     )
     for row in rows:
         drafted = row["mean_drafted"]
-        share, ratio = sum(row["joint_acceptance"]) / drafted, row["draft_ms"] / drafted / row["verify_ms"]
+        share = sum(row["joint_acceptance"]) / drafted
+        ratio = row["token_ms"] / (row["verify_ms"] + row["sample_ms"] + row["commit_ms"])
         print(
             f"{row['context']:>8}{row['budget']:>8}{row['length']:>10}{drafted:>9.1f}{share:>10.1%}{row['tau']:>7.2f}{ratio:>9.3f}"
             f"{row['decode_speedup']:>9.2f}  whole {row['speedup_low']:.2f}-{row['speedup_high']:.2f} {row['warning']}"

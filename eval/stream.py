@@ -1,12 +1,14 @@
 """Measures what adapting to a stream of prompts gives, whose domain changes: the vocabulary (EvoSpec, NanoSpec), the weights, or both.
 
-python eval/stream.py --drafter runs/slimspec/drafter --policies.frequency runs/slimspec/answers.jsonl
-python eval/stream.py --drafter runs/slimspec/drafter --domains code law my_prompts.jsonl --ways frozen alignment
+python eval/stream.py --drafter runs/slimspec/drafter --policies.frequency runs/answers/SmolLM2-135M-Instruct-*/part-00000.jsonl
+python eval/stream.py --drafter runs/slimspec/drafter --domains code law my_prompts.jsonl --ways frozen alignment --static all \
+    --reference frozen
 
 Every way decodes the same prompts in turn, beside the target alone: a few prompts of each domain, then of the next, `visits` times
 over. output/lines.jsonl has a line for every way and prompt (tokens, seconds with learning in them, tau, acceptance by position,
 misses, live rows, updates, rollbacks), output/summary.json the totals, tokens to break even and what learning takes in memory;
-curves.svg the curves, where matplotlib is installed. What was learnt lies under output/sessions; `--sessions` goes on from there.
+curves.svg the curves, where matplotlib is installed. What was learnt lies under output/sessions, also of a stream that was interrupted;
+`--sessions` goes on from there, with another output: a stream is measured in one go.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 
-from specdraft.config import UserError, config_to_dict, run_program
+from specdraft.config import UserError, config_to_dict, require_positive, require_seed, require_some, run_program
 from specdraft.data.chat import render_prompt
 from specdraft.data.tasks import DOMAINS, domain_prompts, read_prompts
 from specdraft.decoding import stream
@@ -27,9 +29,10 @@ from specdraft.decoding.contenders import NEEDS_FREQUENCY, PolicyConfig, check_n
 from specdraft.decoding.evospec import EvoSpecConfig
 from specdraft.decoding.length_policies import Fixed
 from specdraft.decoding.measure import BUSY, Contender, OthersCpu
-from specdraft.models.checkpoint import load_drafter, read_config
+from specdraft.decoding.sampling import Sampling
+from specdraft.models.checkpoint import load_drafter, read_taps
 from specdraft.models.target import TargetModel
-from specdraft.provenance import hash_file, provenance, write_json
+from specdraft.provenance import hash_file, provenance, require_writable, write_json
 from specdraft.training.online import OnlineAlignment, OnlineConfig
 from specdraft.training.sessions import load_session, save_session
 
@@ -47,14 +50,14 @@ WAYS = {  # name -> vocabulary, and how the weights learn (OnlineConfig.method; 
 
 @dataclass
 class StreamConfig:
-    """domains: names of built-in ones (code, law, medicine) or JSONL files of prompts.   per_visit: prompts of a domain in a row.
-    visits: to every domain.   ways: see WAYS; `full` trains every weight of the drafter, the head's too.   static: vocabulary of
-    `alignment` and `full`.   reference: the way that the others are compared with.   sessions: a folder that an earlier run wrote
-    (output/sessions), to go on from; None = begin anew.   threads: None = as torch has it."""
+    """domains: names of built-in ones (code, law, medicine) or JSONL files of prompts, named by file.   per_visit: prompts of a
+    domain in a row.   visits: to every domain.   ways: see WAYS; `full` trains every weight of the drafter, the head's too.   static:
+    vocabulary of `alignment` and `full`.   reference: the way that the others are compared with.   sessions: a folder that an earlier
+    run wrote (output/sessions), to go on from; None = begin anew.   threads: None = as torch has it."""
 
     drafter: Path | None = None
     target: str = "default"
-    dtype: str = "bfloat16"
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     device: str = "cpu"
     threads: int | None = None
     output: Path = Path("runs/stream")
@@ -76,7 +79,8 @@ def main(config: StreamConfig) -> None:
     check(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    target = TargetModel.load(config.target, dtype=getattr(torch, config.dtype), device=config.device)
+    options = {"dtype": getattr(torch, config.dtype), "device": config.device}
+    target = TargetModel.load(config.target, tap_layers=read_taps(config.drafter), **options)
     visited = make_stream(config, target)
     ways, learners = make_ways(config, target)
     lines: list[dict[str, Any]] = []
@@ -85,11 +89,15 @@ def main(config: StreamConfig) -> None:
         lines.append(line)
         stream.write_lines(config.output / "lines.jsonl", lines)
 
-    others = OthersCpu()
+    others, sessions = OthersCpu(), config.output / "sessions"
     how = {"max_new_tokens": config.max_new_tokens, "temperature": config.temperature, "seed": config.seed}
-    stream.run_stream(target, ways, visited, note, **how)
-    for name, learner in learners.items():
-        save_session(learner, config.output / "sessions" / name)
+    try:
+        stream.run_stream(target, ways, visited, note, **how)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"go on from what was learnt with --sessions {sessions} and another --output") from None
+    finally:
+        for name, learner in learners.items():
+            save_session(learner, sessions / name)
     write_results(config, target, lines, learners, others.share())
 
 
@@ -97,15 +105,28 @@ def check(config: StreamConfig) -> None:
     """All that can be said before a target is there."""
     if config.drafter is None:
         raise UserError("drafter: got none, needed; give a folder that a recipe wrote, such as runs/slimspec/drafter")
-    read_config(config.drafter)
-    if not config.ways or (unknown := [name for name in config.ways if name not in WAYS]):
-        raise UserError(f"ways: got {unknown[0] if config.ways else 'none'}, allowed: {', '.join(WAYS)}")
-    check_names(config.policies, list(vocabularies(config).values()), (), ())
-    if not config.domains or min(config.per_visit, config.visits, config.max_new_tokens) < 1:
+    read_taps(config.drafter)
+    require_some({name: getattr(config, name) for name in ("ways", "domains")})
+    require_positive({name: getattr(config, name) for name in ("threads", "per_visit", "visits", "max_new_tokens")})
+    require_seed(config.seed)
+    Sampling(config.temperature)
+    if unknown := [name for name in config.ways if name not in WAYS]:
+        raise UserError(f"ways: got {unknown[0]}, allowed: {', '.join(WAYS)}")
+    if config.reference not in config.ways:
+        raise UserError(f"reference: got {config.reference}, allowed: one of the ways: {', '.join(config.ways)}")
+    labels = [label_of(name) for name in config.domains]
+    if twice := [label for label in labels if labels.count(label) > 1]:
         raise UserError(
-            f"domains, per_visit, visits, max_new_tokens: got {len(config.domains)}, {config.per_visit}, {config.visits}, "
-            f"{config.max_new_tokens}, allowed: 1 or more of each"
+            f"domains: got two that are named {twice[0]}, allowed: different names; rename one of the files"
         )
+    check_names(config.policies, list(vocabularies(config).values()), (), ())
+    if (lines := config.output / "lines.jsonl").exists():
+        raise UserError(f"output: {lines} holds the lines of an earlier stream; remove it, or choose another --output")
+    require_writable(config.output, "output")
+
+
+def label_of(domain: str) -> str:
+    return domain if domain in DOMAINS else Path(domain).stem
 
 
 def vocabularies(config: StreamConfig) -> dict[str, str]:
@@ -118,8 +139,7 @@ def make_stream(config: StreamConfig, target: TargetModel) -> list[stream.Visite
     needed, domains = config.per_visit * config.visits, {}
     for name in config.domains:
         prompts = domain_prompts(name) if name in DOMAINS else read_prompts(name)
-        label = name if name in DOMAINS else Path(name).stem
-        requests = []
+        requests, label = [], label_of(name)
         for prompt in prompts:
             ids = render_prompt(target.tokenizer, [{"role": "user", "content": prompt.turns[0]}])
             if len(ids) + config.max_new_tokens <= target.max_positions:
@@ -147,10 +167,12 @@ def make_ways(config: StreamConfig, target: TargetModel) -> tuple[dict[str, stre
             learners[name] = OnlineAlignment(drafter, target.vocab_size, online)
             if config.sessions is not None:
                 load_session(learners[name], config.sessions / name)
-        policy, _ = vocab_policy(vocabulary, drafter.lm_head, target, config.policies, frequency)
+        of = (vocabulary, drafter.lm_head, target, config.policies, frequency)
+        policy, _ = vocab_policy(*of)
         contender = Contender(drafter, Fixed(config.policies.drafted), policy)
+        warm_up = replace(contender, vocab_policy=vocab_policy(*of, like=policy)[0])
         learner = learners.get(name)
-        ways[name] = stream.Way(contender) if learner is None else stream.Way(contender, learner, learner.counts)
+        ways[name] = stream.Way(contender, learner, dict if learner is None else learner.counts, warm_up)
     return ways, learners
 
 

@@ -132,7 +132,8 @@ def parse_config(cls: type[Config], argv: Sequence[str] | None = None) -> Config
 
 def run_program(main: Callable[[Any], Any], cls: type) -> None:
     """The `__main__` of every program: parse, run, and turn a UserError, or a file that the system does not let us read or
-    write, into one line and exit code 2; Ctrl-C into one line and 130. SIGTERM ends it with 143, what is finished put on disk first."""
+    write, into one line and exit code 2; Ctrl-C into one line and 130, with the words of the KeyboardInterrupt if it has any. SIGTERM ends
+    it with 143, what is finished put on disk first."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         main(parse_config(cls))
@@ -145,8 +146,10 @@ def run_program(main: Callable[[Any], Any], cls: type) -> None:
         where = f"{error.filename}: " if error.filename else ""
         print(f"error: {where}{error.strerror}; free some space, or give another path", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C; what is finished stays on disk: run again to go on", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(
+            f"stopped by Ctrl-C; {str(stop) or 'what is finished stays on disk: run again to go on'}", file=sys.stderr
+        )
         sys.exit(130)
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from specdraft.config import UserError, require_positive
 from specdraft.data.chat import read_answers
+from specdraft.data.tasks import builtin_prompts, split_held_out
 from specdraft.data.vocab import VocabMap, count_tokens, required_ids
 from specdraft.decoding.bench import Side
 from specdraft.decoding.costs import CostTable
@@ -50,7 +51,8 @@ BenchDrafter = Eagle3Drafter | SparseSelfDrafter
 
 @dataclass
 class PolicyConfig:
-    """frequency: answers (JSONL) or a vocabulary map (safetensors) that give the order of frequency.   frequency_size: rows of the
+    """frequency: answers (JSONL; those to held-out built-in prompts do not count) or a vocabulary map (safetensors) that give the order
+    of frequency.   frequency_size: rows of the
     frequency list.   nanospec_capacity, nanospec_kind: see NanoSpec.   evospec: see EvoSpecConfig.   drafted: of `fixed`, and where
     `heuristic` starts.   most: tokens a round at most, also the longest draft whose costs are measured.   libraspec_block;
     libraspec_a: None = from the measured costs.   eagle2: see Eagle2Tree.   sparse: of the target that drafts for itself; its `longest`
@@ -78,18 +80,28 @@ class Frequency:
 
 
 def read_frequency(path: Path, target: TargetModel, core: int) -> Frequency:
-    """Raises UserError for a file of another tokenizer, or of another kind."""
+    """Answers to held-out built-in prompts are not counted: they are what is measured on.
+
+    Raises:
+        UserError: a file of another tokenizer, or of another kind; no answers but those.
+    """
+    needed = required_ids(target.tokenizer, target.eos_token_ids, target.vocab_size)
     if path.suffix == ".safetensors":
         vocab = VocabMap.load(path)
         if vocab.vocab_size != target.vocab_size:
             raise UserError(
                 f"policies.frequency {path}: made for {vocab.vocab_size} tokens, the target has {target.vocab_size}; build it again"
             )
-        return Frequency(vocab.target_ids.tolist(), None)
-    rows = read_answers(path)
+        return Frequency(list(dict.fromkeys([*needed, *vocab.target_ids.tolist()])), None)
+    held_out = {prompt.id for prompt in split_held_out(builtin_prompts())[1]}
+    rows = [row for row in read_answers(path) if row.id not in held_out]
+    if not rows:
+        raise UserError(
+            f"policies.frequency {path}: got answers to held-out prompts alone; give answers to others, too"
+        )
     counts = count_tokens((row.example() for row in rows), target.vocab_size)
     order = VocabMap.from_counts(counts, target.vocab_size).target_ids.tolist()
-    ids = list(dict.fromkeys([*required_ids(target.tokenizer, target.eos_token_ids), *order]))
+    ids = list(dict.fromkeys([*needed, *order]))
     return Frequency(ids, count_pairs((row.input_ids for row in rows), target.vocab_size, ids[core:]))
 
 
@@ -237,8 +249,8 @@ def check_names(settings: PolicyConfig, vocab: Sequence[str], length: Sequence[s
         raise UserError(f"policies.libraspec_a: got {settings.libraspec_a}, allowed: 0 or more, or none")
     if set(vocab) & set(NEEDS_FREQUENCY) and not (settings.frequency and settings.frequency.is_file()):
         raise UserError(
-            f"policies.frequency: got {settings.frequency or 'none'}, needed by the policies frequency and evospec; give the file "
-            "answers.jsonl or vocab.safetensors"
+            f"policies.frequency: got {settings.frequency or 'none'}, needed by the policies frequency and evospec; give one "
+            "file of answers, such as runs/answers/<target>-<key>/part-00000.jsonl, or a vocab.safetensors"
         )
 
 

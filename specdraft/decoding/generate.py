@@ -325,9 +325,9 @@ class Batch:
         seen = [] if self.observer is None else self._observed(step, proposals, kept, emitted)
         told = self.now()
         self._commit(step, drafted, kept, emitted, starts)
-        share = 1 / len(rows)
-        draft_s = share * (proposed - start + self.now() - told)
-        times = {"draft_s": draft_s, "verify_s": share * (ran - proposed), "sample_s": share * (sampled - ran)}
+        share, committing = 1 / len(rows), self.now() - told
+        times = {"draft_s": share * (proposed - start + committing), "commit_s": share * committing}
+        times |= {"verify_s": share * (ran - proposed), "sample_s": share * (sampled - ran)}
         for b, row in enumerate(rows):
             accepted, levels = len(verdicts[b].path), max(depths(proposals[b].parents), default=0)
             row.length.observe(levels, accepted)

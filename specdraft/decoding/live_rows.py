@@ -1,7 +1,7 @@
 """Head rows packed for a live vocabulary, so that a draft step is one dense product and never gathers: a fixed choice, and
 a buffer whose rows change between rounds. They are what a vocabulary policy hands to the drafter (models/drafter.py: LiveRows).
 
-It knows nothing of why a row is live. Where the head's weights have changed, `repack` reads them again.
+It knows nothing of why a row is live. Where the head's weights have changed since the last product, all rows are read again.
 
 Letters: S rows of the head, D width of a row (H, or the rank R), n live rows, C capacity.
 """
@@ -40,15 +40,18 @@ class FixedRows:
     """Rows that never change, in the layout that is fastest on the device. See LiveRows."""
 
     def __init__(self, head: Head, rows: Sequence[int]):
-        self._weight, self._picked = head.weight.detach(), torch.tensor(rows, device=head.weight.device)
+        self._weight, self._picked = head.weight, torch.tensor(rows, device=head.weight.device)
         self.ids = all_target_ids(head)[self._picked]
-        self.repack()
+        self._pack()
 
     def logits(self, projected: Tensor) -> Tensor:
+        if self._version != self._weight._version:
+            self._pack()
         return self._product(projected)
 
-    def repack(self) -> None:
-        self._product = FrozenLinear(self._weight[self._picked])
+    def _pack(self) -> None:
+        self._version = self._weight._version
+        self._product = FrozenLinear(self._weight.detach()[self._picked])
 
 
 class RowBuffer:
@@ -62,6 +65,7 @@ class RowBuffer:
         weight = head.weight.detach()
         self.capacity, self.size = capacity, 0
         self._head, self._weight, self._all_ids = head, weight, all_target_ids(head)
+        self._version = head.weight._version
         self._rows = weight.new_zeros(capacity, weight.shape[1])
         self._ids = self._all_ids.new_zeros(capacity)
         self._is_cuda = weight.device.type == "cuda"
@@ -78,6 +82,8 @@ class RowBuffer:
 
     def logits(self, projected: Tensor) -> Tensor:
         self._wait()
+        if self._version != self._head.weight._version:
+            self._pack()
         return linear(projected, self._rows[: self.size])
 
     def write(self, start: int, rows: Sequence[int]) -> None:
@@ -111,8 +117,8 @@ class RowBuffer:
         self._rows.index_copy_(0, where, self._weight[picked])
         self._ids.index_copy_(0, where, self._all_ids[picked])
 
-    def repack(self) -> None:
-        self._wait()
+    def _pack(self) -> None:
+        self._version = self._head.weight._version
         picked = rows_by_target_id(self._head)[self.ids.cpu()].to(self._weight.device)
         torch.index_select(self._weight, 0, picked, out=self._rows[: self.size])
 

@@ -4,7 +4,8 @@ accepted share is prescribed, on a cache filled with random numbers (a random mo
 It knows nothing of files or prompts. Source: SparseSpec-L (arXiv 2607.27735); papers.md 5, papers (0.1).
 
 Letters: k drafted tokens, C_AR seconds of a token of the target alone, C_d of a drafted token, C_v of a verification with all
-that a round does besides drafting, alpha_j conditional and P_j joint acceptance, tau_k = 1 + sum_{j<=k} P_j.
+that a round does besides drafting (choosing and gathering the next index, too), alpha_j conditional and P_j joint acceptance,
+tau_k = 1 + sum_{j<=k} P_j.
 """
 
 from __future__ import annotations
@@ -47,15 +48,17 @@ def costs_of_lengths(
     max_new_tokens: int,
     seed: int = 0,
 ) -> CostTable:
-    """T_draft(k) and T_verify(k+1): medians over the rounds of real greedy decodes that drafted k tokens, for the given k, in random
-    order; straight lines between them. For drafts too long to measure every length, and costs that are smooth in k. Prompts are
-    decoded one after the other, several times if need be, until there are rounds enough.
+    """T_draft(k) and T_verify(k+1): medians over the rounds of real greedy decodes that drafted k tokens, for the given k and for 1, in
+    random order; straight lines between them. k = 0 is the target alone, which nobody watches, so it is no end of such a line. For
+    drafts too long to measure every length, and costs that are smooth in k. Prompts are decoded one after the other, several times if
+    need be, until there are rounds enough.
 
     Raises:
         UserError: too few rounds of some length.
     """
+    lengths = sorted({1, *lengths})
     policy, alone = _Shuffled(lengths, seed), []
-    by_length: dict[int, list[Round]] = {k: [] for k in sorted(lengths)}
+    by_length: dict[int, list[Round]] = {k: [] for k in lengths}
     for prompt in itertools.chain.from_iterable(itertools.repeat(prompts, MOST_PASSES)):
         alone += autoregressive_generate(target, prompt, max_new_tokens=max_new_tokens).trace.rounds
         output = speculative_generate(target, drafter, prompt, max_new_tokens=max_new_tokens, length_policy=policy)
@@ -156,7 +159,8 @@ def prescribed_rounds(
     seed: int = 0,
 ) -> LongCosts:
     """Rounds of every length in turn with the target alone, over a cache of `context` random keys and values; each accepts what
-    `acceptance` (alpha_1.., the last one for all later positions) says, evenly spread over its law, whatever was verified.
+    `acceptance` (alpha_1.., the last one for all later positions) says, evenly spread over its law, whatever was verified. The
+    prediction is for the joint acceptance of these very rounds, a multiple of 1 / rounds at each position.
 
     Raises:
         UserError: a context that the target has no positions for.
@@ -165,12 +169,14 @@ def prescribed_rounds(
     cache = target.new_cache(1, context + needed_positions(lengths, rounds))
     _fill(target, cache, context, seed)
     drafter.prefill(None, torch.zeros(1, context + 1, dtype=torch.int64, device=target.device))
-    joint = np.cumprod([acceptance[min(j, len(acceptance) - 1)] for j in range(max(lengths))])
+    marks = (np.arange(rounds) + 0.5) / rounds
+    exact = np.cumprod([acceptance[min(j, len(acceptance) - 1)] for j in range(max(lengths))])
+    joint = (exact[:, None] > marks).mean(1)
     alone, by_length = [], {k: [] for k in lengths}
     for number in range(-1, rounds):  # the first of each is warm-up
         seconds = _alone(target, cache)
         for k in lengths:
-            accepted = int((joint[:k] > (number + 0.5) / rounds).sum()) if number >= 0 else 0
+            accepted = int((exact[:k] > marks[number]).sum()) if number >= 0 else 0
             done = _round(target, drafter, cache, k, accepted)
             if number >= 0:
                 by_length[k].append(done)
@@ -184,8 +190,8 @@ def _summarise(
 ) -> LongCosts:
     every = [r for of_length in by_length.values() for r in of_length]
     c_ar = statistics.median(alone)
-    c_d = statistics.median(r.draft_s / r.drafted for r in every)
-    c_v = statistics.median(r.verify_s + r.sample_s for r in every)
+    c_d = statistics.median((r.draft_s - r.commit_s) / r.drafted for r in every)
+    c_v = statistics.median(r.verify_s + r.sample_s + r.commit_s for r in every)
     rates = {k: sum(r.emitted for r in some) / sum(r.seconds for r in some) for k, some in by_length.items()}
     speedups = [(1 + joint[:k].sum()) * c_ar / (k * c_d + c_v) for k in range(len(joint) + 1)]
     paying = (k for k in range(len(joint)) if not joint[k] > c_d / c_ar * speedups[k])
@@ -224,7 +230,7 @@ def _alone(target: TargetModel, cache: KVCache) -> float:
 
 
 def _round(target: TargetModel, drafter: SparseSelfDrafter, cache: KVCache, k: int, accepted: int) -> Round:
-    """As in the decode loop. Choosing and gathering the next index counts as part of the verification (sample_s)."""
+    """As in the decode loop: choosing and gathering the next index is what commit_s is."""
     (length,) = cache.lengths
     start = _now(target)
     proposal = drafter.propose(k, Sampling().choose)
@@ -235,9 +241,11 @@ def _round(target: TargetModel, drafter: SparseSelfDrafter, cache: KVCache, k: i
     best = greedy(step.logits[0]).tolist()
     ran = _now(target)
     cache.crop(length + accepted + 1)
+    cropped = _now(target)
     drafter.observe(torch.tensor([*drafted[:accepted], best[accepted]], device=target.device), None)
-    seconds = (proposed - start, proposal.head_seconds, ran - proposed, _now(target) - ran)
-    return Round(k, accepted, accepted + 1, *seconds)
+    commit_s = _now(target) - cropped
+    seconds = (proposed - start + commit_s, proposal.head_seconds, ran - proposed, cropped - ran)
+    return Round(k, accepted, accepted + 1, *seconds, commit_s=commit_s)
 
 
 def _now(target: TargetModel) -> float:

@@ -73,8 +73,9 @@ class Divergence:
 
 @dataclass
 class Speedup:
-    """A measured speedup over the target alone. Milliseconds are medians over rounds (draft_ms includes head_ms; rounds
-    that drafted nothing are left out); rates are totals over totals, prefill included.
+    """A measured speedup over the target alone. Milliseconds are medians over rounds (draft_ms includes head_ms and
+    commit_ms, which comes after verification; token_ms is draft_ms without the latter, for each drafted token; rounds that drafted
+    nothing are left out); rates are totals over totals, prefill included.
 
     speedup: ratio of tokens_per_second to target_tokens_per_second; low, high: 95 % bootstrap interval over prompts.
     decode_speedup: the same without the prefills.   looping_prompts: those whose output by the target alone ends in a loop
@@ -104,6 +105,8 @@ class Speedup:
     target_tokens: int
     mean_drafted: float
     draft_ms: float
+    token_ms: float
+    commit_ms: float
     head_ms: float
     verify_ms: float
     sample_ms: float
@@ -323,6 +326,8 @@ def _summarise(
         target_tokens=sum(trace.tokens for trace in baseline),
         mean_drafted=statistics.fmean(r.drafted for r in drafting) if drafting else 0.0,
         draft_ms=_median_ms([r.draft_s for r in drafting]),
+        token_ms=_median_ms([(r.draft_s - r.commit_s) / r.drafted for r in drafting]),
+        commit_ms=_median_ms([r.commit_s for r in drafting]),
         head_ms=_median_ms([r.head_s for r in drafting]),
         verify_ms=_median_ms([r.verify_s for r in drafting]),
         sample_ms=_median_ms([r.sample_s for r in drafting]),

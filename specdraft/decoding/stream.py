@@ -35,11 +35,13 @@ CURVES = (
 @dataclass
 class Way:
     """contender: None = the target alone.   counts: what of the observer is noted after every prompt (updates, rollbacks, seconds
-    spent)."""
+    spent).   warm_up: what warms up in its place, so that a policy which keeps what it learns has learnt nothing when the stream
+    begins; None = the contender itself."""
 
     contender: Contender | None
     observer: Observer | None = None
     counts: Callable[[], dict[str, float]] = dict
+    warm_up: Contender | None = None
 
 
 @dataclass(frozen=True)
@@ -75,22 +77,22 @@ def run_stream(
     without observers, on the first prompt."""
     ways = {TARGET_ALONE: Way(None), **ways}
 
-    def run(way: Way, number: int, count: int, observer: Observer | None) -> GenerateOutput:
+    def run(of: Contender | None, number: int, count: int, observer: Observer | None) -> GenerateOutput:
         how = {"max_new_tokens": count, "temperature": temperature, "synchronize": target.device.type != "cpu"}
         how["generator"] = torch.Generator().manual_seed(seed + number)
-        prompt, of = stream[number].request.input_ids, way.contender
+        prompt = stream[number].request.input_ids
         if of is None:
             return autoregressive_generate(target, prompt, **how)
         policies = {"vocab_policy": of.vocab_policy, "length_policy": of.length_policy, "tree": of.tree}
         return speculative_generate(target, of.drafter, prompt, observer=observer, **policies, **how)
 
     for way in ways.values():
-        run(way, 0, min(WARM_UP_TOKENS, max_new_tokens), None)
+        run(way.warm_up or way.contender, 0, min(WARM_UP_TOKENS, max_new_tokens), None)
     names = list(ways)
     for number, visited in enumerate(tqdm(stream, desc="stream", unit="prompt")):
         turn, outputs = number % len(names), {}
         for name in names[turn:] + names[:turn]:
-            outputs[name] = run(ways[name], number, max_new_tokens, ways[name].observer)
+            outputs[name] = run(ways[name].contender, number, max_new_tokens, ways[name].observer)
         for name, output in outputs.items():
             is_same = output.tokens == outputs[TARGET_ALONE].tokens if temperature == 0 else None
             where = {"way": name, "number": number, "visit": visited.visit, "domain": visited.request.task}

@@ -34,7 +34,7 @@ Choose = Callable[[Tensor], Drawn]
 
 
 class LiveRows(Protocol):
-    """Rows of a head that are live in a round, packed."""
+    """Rows of a head that are live in a round, packed; as the head's weights are now."""
 
     @property
     def ids(self) -> Tensor:
@@ -42,9 +42,6 @@ class LiveRows(Protocol):
 
     def logits(self, projected: Tensor) -> Tensor:
         """[..., D] -> [..., n]: the product of the projected state with the live rows."""
-
-    def repack(self) -> None:
-        """Read the rows again: the head's weights have changed."""
 
 
 @dataclass

@@ -98,9 +98,9 @@ class OnlineAlignment:
     """An Observer that trains `drafter`: hand it to speculative_generate with that same drafter.
 
     The guard: decoding is lossless, so the frozen drafter would have met the same text. Before a step, positions that came since the
-    last one (nothing was trained on them yet) are drafted again, K deep, by both weights; where over the last guard_rounds the accepted
-    length (mean of greedy and sampled drafts) of the adapted ones is under guard_share of the frozen ones', the drafter gets its frozen
-    weights back, bit for bit.
+    last one (nothing was trained on them yet; of more than a step draws, the newest) are drafted again, K deep, by both weights;
+    where over the last guard_rounds the accepted length (mean of greedy and sampled drafts) of the adapted ones is under guard_share of
+    the frozen ones', the drafter gets its frozen weights back, bit for bit.
 
     vocab_size: V of the target.   Raises UserError: see Lora; a memory budget in which no window fits.
     """
@@ -142,7 +142,7 @@ class OnlineAlignment:
     def restart(self) -> None:
         """Forget everything: frozen weights, an empty buffer. Counts of texts, rollbacks and seconds go on."""
         self._forget_weights()
-        self.give([])
+        self.give()
         self.positions.clear()
         self.rounds = self.waiting = 0  # all of them; those since the last step
         self.judged = 0  # positions of rounds up to this one have been seen by the guard
@@ -185,7 +185,7 @@ class OnlineAlignment:
                 )
                 self._ends[seen.row] = (text, place + len(seen.tokens))
             if self.waiting >= self.config.every and self._has_time():
-                self.adapt([seen.live for seen in rounds])
+                self.adapt(rounds[0].live)
         self._clock = time.perf_counter()
         self.spent += self._clock - start
 
@@ -195,32 +195,28 @@ class OnlineAlignment:
 
     # --- learning ----------------------------------------------------------------------------------------------------
 
-    def adapt(self, live: list[LiveRows | None]) -> None:
-        """One step. live: rows of the head in the last round of every text; the first one's are trained on."""
+    def adapt(self, live: LiveRows | None) -> None:
+        """One step. live: rows of the head in the last round of the first text, which are trained on."""
         since, self.waiting = self.waiting, 0
-        rows = self._head_rows(live[0])
+        rows = self._head_rows(live)
         is_good = self.updates == 0 or self._judge(since, rows)
         self.judged = self.rounds
         if not is_good:
             self.rollbacks += 1
             self._forget_weights()
-            self.give(live)
+            self.give()
         elif self._step(rows):
-            self.give(live)
+            self.give()
 
     @torch.no_grad()
-    def give(self, live: list[LiveRows | None]) -> None:
-        """The drafter drafts with what was learnt from now on.   live: rows of a head that are packed somewhere."""
+    def give(self) -> None:
+        """The drafter drafts with what was learnt from now on."""
         if self.updates == 0 and not self._is_changed:
             return
         for name, weight in self.trained.weights():
             self.drafter.get_parameter(name).copy_(weight)
         self._is_changed = self.updates > 0
         self.drafter.refresh()
-        if self.config.head:
-            for rows in live:
-                if rows is not None:
-                    rows.repack()
 
     def _head_rows(self, live: LiveRows | None) -> Tensor | None:
         """[n] rows of the head that are live; None = all."""
@@ -326,8 +322,7 @@ class OnlineAlignment:
     @torch.no_grad()
     def _judge(self, since: int, rows: Tensor | None) -> bool:
         """Whether the weights are to be kept, by the positions of the last `since` rounds and those before."""
-        fields = self.positions.fields
-        is_fresh = fields["has_law"] & (fields["round"] > self.judged)
+        is_fresh = self._fresh()
         runs = [run for run in self.positions.runs() if is_fresh[run].any()]
         if not runs:
             return True
@@ -345,6 +340,16 @@ class OnlineAlignment:
         adapted, frozen = (sum(entry[i] for entry in self.guard) for i in (1, 2))
         return adapted >= self.config.guard_share * frozen
 
+    def _fresh(self) -> Tensor:
+        """[C] bool: positions that came since the last step, the newest windows * window of them: more would not fit in memory where
+        a step waited long."""
+        fields, positions = self.positions.fields, self.positions
+        slots = (fields["has_law"] & (fields["text"] >= 0) & (fields["round"] > self.judged)).nonzero()[:, 0]
+        age = (positions.written - 1 - slots) % positions.capacity
+        is_fresh = torch.zeros_like(fields["has_law"])
+        is_fresh[slots[age.argsort()[: self.config.windows * self.config.window]]] = True
+        return is_fresh
+
     def _accepted(self, module: Eagle3Drafter, windows: Windows, valid: Tensor, rows: Tensor | None) -> float:
         """Tokens accepted of drafts from every row, K deep: sum of prod_{j<=k} a_j, the mean of greedy drafts (a = hit) and of sampled ones
         (a = sum of min(p, q) over the kept tokens). Hits alone tell nothing apart from frozen weights that hit nothing."""
@@ -361,11 +366,7 @@ class OnlineAlignment:
         return {"updates": self.updates, "rollbacks": self.rollbacks, "spent": self.spent}
 
     def memory(self) -> dict[str, int]:
-        """Bytes: `optimizer` (its states, as far as there was a step), `buffer`, `trained` (weights; their gradients, as much again, live
-        for a step only)."""
-        states = (value for state in self.optimizer.state.values() for value in state.values())
-        return {
-            "optimizer": sum(value.nbytes for value in states if isinstance(value, Tensor)),
-            "buffer": self.positions.bytes,
-            "trained": sum(weight.nbytes for weight in self.trained.named.values()),
-        }
+        """Bytes: `optimizer` (its two moments, whether there was a step yet or not), `buffer`, `trained` (weights; their gradients, as
+        much again, live for a step only)."""
+        trained = sum(weight.nbytes for weight in self.trained.named.values())
+        return {"optimizer": 2 * trained, "buffer": self.positions.bytes, "trained": trained}

@@ -48,7 +48,7 @@ def save_session(alignment: OnlineAlignment, folder: Path) -> None:
 
 @torch.no_grad()
 def load_session(alignment: OnlineAlignment, folder: Path) -> None:
-    """Go on with a saved session. Vocabulary policies on a head that is trained must be made after this.
+    """Go on with a saved session.
 
     Raises:
         UserError: no session there, or one of another drafter or with other settings.
@@ -71,7 +71,7 @@ def load_session(alignment: OnlineAlignment, folder: Path) -> None:
     alignment.guard = deque(tuple(entry) for entry in known["guard"])
     for name in COUNTS:
         setattr(alignment, name, known[name])
-    alignment.give([])
+    alignment.give()
 
 
 def _read(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from specdraft.config import UserError
 from specdraft.decoding.check import GreedyCheck
 from specdraft.decoding.length_policies import LENGTH_POLICIES
 from specdraft.decoding.vocab_policies import VOCAB_POLICIES
@@ -88,6 +89,21 @@ def test_no_acceptance_is_a_break_where_enough_was_tried(accepted, tried, is_pla
     side = GreedyCheck(2, 1.0, [], 1.0, accepted, tried, is_plain)
     report = runpy.run_path(str(ROOT / "eval" / "lossless.py"))["report"]
     assert len(report("float32", "all/svip", side)) == breaks
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"count": 0}, "count: got 0, allowed: 1 or more"),
+        ({"count": -1}, "count: got -1, allowed: 1 or more"),
+        ({"drafted": 0}, "drafted: got 0, allowed: 1 or more"),
+        ({"dtypes": ()}, "dtypes: got none, allowed: one or more"),
+    ],
+)
+def test_a_check_of_nothing_is_refused(settings, message):
+    program = runpy.run_path(str(ROOT / "eval" / "lossless.py"))
+    with pytest.raises(UserError, match=message):
+        program["main"](program["LosslessConfig"](**settings))
 
 
 @pytest.mark.slow

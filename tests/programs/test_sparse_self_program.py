@@ -53,6 +53,8 @@ def test_both_parts(workdir):
     assert [(row["context"], row["budget"], row["length"]) for row in real] == [(950, 0.2, 3), (950, 0.2, "adaptive")]
     assert all(row["match_rate"] == 1 for row in real)
     assert real[0]["mean_drafted"] > 2.5
+    assert 0 < real[0]["commit_ms"] < real[0]["draft_ms"]
+    assert real[0]["token_ms"] < real[0]["draft_ms"] / 2.5
     long = rows_of(folder, "long")
     assert [row["context"] for row in long] == [100, 200]
     assert all(row["measured"].keys() == row["predicted"].keys() == {"3"} for row in long)
@@ -71,6 +73,20 @@ def test_what_is_there_is_not_measured_again(workdir, program, monkeypatch, caps
     assert "measured (predicted)" in capsys.readouterr().out
     with pytest.raises(UserError, match="other settings"):
         program.main(parse_config(program.SparseSelfEval, (*FLAGS, "--budgets", "0.3")))
+
+
+def test_every_budget_accepts_what_it_was_seen_to(tmp_path, program, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    seen = {(0.05, 9): 0.5, (0.1, 9): 0.6, (0.1, 20): 0.7, (0.3, 9): 0.8}
+    rows = [
+        {"context": c, "budget": b, "length": k, "conditional_acceptance": [alpha if k == 3 else 0, None]}
+        for (b, c), alpha in seen.items()
+        for k in (2, 3)
+    ]
+    rows.append({"context": 99, "budget": 0.05, "length": "adaptive", "conditional_acceptance": [0.9]})
+    Path("real.json").write_text(json.dumps({"key": "", "rows": rows}))
+    config = parse_config(program.SparseSelfEval, ["--budgets", "0.3", "0.2", "0.05", "--output=."])
+    assert program.acceptance(config) == [[0.8], [0.7], [0.5]]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdraft.config import UserError, parse_config
+from specdraft.config import UserError, parse_config, run_program
 from specdraft.models.checkpoint import save_drafter
 from specdraft.models.heads import HeadConfig
 from specdraft.models.initialise import DrafterConfig, new_drafter
@@ -91,7 +91,7 @@ def test_sessions_go_on(workdir, program, monkeypatch, capsys):
     folder, _ = workdir
     monkeypatch.chdir(folder)
     before = {line["way"]: line for line in lines_of(folder)}["alignment"]
-    flags = (*FLAGS, "--ways", "alignment", "--static=all", "--reference=frozen", "--output=more")
+    flags = (*FLAGS, "--ways", "alignment", "--static=all", "--reference=alignment", "--output=more")
     program.main(parse_config(program.StreamConfig, (*flags, "--sessions=runs/stream/sessions")))
     after = lines_of(folder, "more")
     assert {line["way"] for line in after} == {"target alone", "alignment"}
@@ -105,6 +105,16 @@ def test_sessions_go_on(workdir, program, monkeypatch, capsys):
     ("flags", "message"),
     [
         (("--ways", "magic"), "ways: got magic, allowed: frozen, fr_spec"),
+        (("--ways", "frozen", "alignment"), "reference: got fr_spec, allowed: one of the ways: frozen, alignment"),
+        (
+            ("--domains", "law", "my/own.jsonl", "own.jsonl"),
+            "domains: got two that are named own, allowed: different names",
+        ),
+        (("--domains", "law", "my/law.jsonl"), "domains: got two that are named law"),
+        (("--threads=0",), "threads: got 0, allowed: 1 or more"),
+        (("--visits=0",), "visits: got 0, allowed: 1 or more"),
+        (("--temperature=-1",), "temperature: got -1.0, allowed: 0"),
+        (("--dtype=bf16",), "'bf16' for argument '--dtype'"),
         (("--per-visit=30",), "needed: per_visit x visits = 60"),
         (("--domains", "nowhere.jsonl"), "nowhere.jsonl: cannot be read"),
     ],
@@ -112,12 +122,67 @@ def test_sessions_go_on(workdir, program, monkeypatch, capsys):
 def test_bad_settings_get_one_clear_line(workdir, program, monkeypatch, flags, message):
     monkeypatch.chdir(workdir[0])
     with pytest.raises(UserError, match=message):
-        program.main(parse_config(program.StreamConfig, (*FLAGS, *flags)))
+        program.main(parse_config(program.StreamConfig, (*FLAGS, "--output=none", *flags)))
+
+
+def test_a_stream_that_is_interrupted_keeps_what_it_learnt_and_is_not_overwritten(
+    workdir, program, monkeypatch, capsys
+):
+    folder, _ = workdir
+    monkeypatch.chdir(folder)
+    done, note = [], program.stream.write_lines
+
+    def interrupted(path, lines):
+        note(path, lines)
+        done.append(len(lines))
+        if len(lines) == 4:  # of two prompts
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(program.stream, "write_lines", interrupted)
+    flags = (*FLAGS, "--ways", "alignment", "--reference=alignment", "--output=stopped")
+    monkeypatch.setattr("sys.argv", ["stream.py", *flags])
+    with pytest.raises(SystemExit) as stop:
+        run_program(program.main, program.StreamConfig)
+    assert stop.value.code == 130
+    assert "--sessions stopped/sessions and another --output" in capsys.readouterr().err
+    updates = [line["updates"] for line in lines_of(folder, "stopped") if line["way"] == "alignment"][-1]
+    assert json.loads((folder / "stopped/sessions/alignment/session.json").read_text())["updates"] == updates > 0
+    with pytest.raises(
+        UserError, match=r"stopped/lines.jsonl holds the lines of an earlier stream; remove it, or choose"
+    ):
+        program.main(parse_config(program.StreamConfig, flags))
+    assert done == [1, 2, 3, 4]
+
+
+def test_the_warm_up_teaches_nothing_and_other_taps_are_read(workdir, program, monkeypatch):
+    folder, _ = workdir
+    monkeypatch.chdir(folder)
+    taps = (0, 1, 3)
+    target = TargetModel.load("target", dtype=torch.float32, tap_layers=taps)
+    save_drafter(
+        folder / "others", new_drafter(target, DrafterConfig(), HeadConfig("full")), target, "", {}, torch.float32
+    )
+    seen = {}
+
+    def run_stream(target, ways, visited, note, **how):
+        way = ways["vocabulary"]
+        assert target.tap_layers == taps
+        assert way.contender.vocab_policy.config.across_requests
+        run(target, ways, visited[:1], lambda line: seen.setdefault(line["way"], line), **how)
+        seen["rounds"], seen["counts"] = way.contender.vocab_policy._round, way.warm_up.vocab_policy._round
+
+    run = program.stream.run_stream
+    monkeypatch.setattr(program.stream, "run_stream", run_stream)
+    monkeypatch.setattr(program, "write_results", lambda *args: None)
+    flags = (*FLAGS, "--drafter=others", "--ways", "vocabulary", "--reference=vocabulary", "--output=warm")
+    program.main(parse_config(program.StreamConfig, flags))
+    assert seen["rounds"] <= seen["vocabulary"]["rounds"]
+    assert seen["counts"] > 0
 
 
 @pytest.mark.parametrize("missing", ["drafter", "policies.frequency"])
 def test_what_is_needed_is_asked_for(workdir, program, monkeypatch, missing):
     monkeypatch.chdir(workdir[0])
-    flags = [flag for flag in FLAGS if not flag.startswith(f"--{missing}=")]
+    flags = [flag for flag in (*FLAGS, "--output=none") if not flag.startswith(f"--{missing}=")]
     with pytest.raises(UserError, match=f"{missing}: got none"):
         program.main(parse_config(program.StreamConfig, flags))

@@ -96,7 +96,8 @@ def test_the_words_of_a_bad_flag_come_once():
     [
         (NotADirectoryError(errno.ENOTDIR, "Not a directory", "file/x"), 2, "error: file/x: Not a directory; "),
         (OSError(errno.ENOSPC, "No space left on device"), 2, "error: No space left on device; "),
-        (KeyboardInterrupt(), 130, "stopped by Ctrl-C; "),
+        (KeyboardInterrupt(), 130, "stopped by Ctrl-C; what is finished stays"),
+        (KeyboardInterrupt("give --sessions"), 130, "stopped by Ctrl-C; give --sessions"),
     ],
 )
 def test_a_full_disk_and_ctrl_c_are_one_line(monkeypatch, capsys, error, code, line):

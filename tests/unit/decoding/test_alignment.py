@@ -220,11 +220,23 @@ def test_weights_change_only_between_rounds():
     assert set(changes) == {"observe"}
 
 
-def test_by_default_a_request_leaves_nothing_behind():
-    """Fault 35: a sampled output depends on its seed alone; nor may the keys of the prompt be made with old weights."""
+@pytest.mark.parametrize("vocabulary", [None, "frequency", "nanospec", "evospec"])
+def test_by_default_a_request_leaves_nothing_behind(vocabulary):
+    """Fault 35: a sampled output depends on its seed alone; nor may the keys of the prompt be made with old weights, or the live rows
+    be those of the last request's head."""
     target = tiny_target()
-    drafter = make_drafter(target, "full")
-    alignment = OnlineAlignment(drafter, TINY_VOCAB, replace(ONLINE, across_requests=False))
+    drafter = make_drafter(target, "lowrank" if vocabulary else "full")
+    head = drafter.lm_head
+    online = replace(ONLINE, across_requests=False, head=vocabulary is not None, guard_share=0.0)
+    alignment = OnlineAlignment(drafter, TINY_VOCAB, online)
+    policies = {
+        "frequency": lambda: FrequencyList(head, range(TINY_VOCAB), TINY_VOCAB),
+        "nanospec": lambda: NanoSpec(head, capacity=60),
+        "evospec": lambda: EvoSpecVocabulary(
+            head, range(TINY_VOCAB), target.head_weight, target.norm, EvoSpecConfig(core=40, tail=20)
+        ),
+    }
+    policy = policies[vocabulary]() if vocabulary else None
 
     def run(prompt):
         output = speculative_generate(
@@ -235,6 +247,7 @@ def test_by_default_a_request_leaves_nothing_behind():
             temperature=1.0,
             generator=torch.Generator().manual_seed(1),
             observer=alignment,
+            vocab_policy=policy,
         )
         return output.tokens, [(r.drafted, r.accepted) for r in output.trace.rounds]
 

@@ -10,7 +10,7 @@ from scripted import ScriptedDrafter, ScriptedTarget
 
 from specdraft.config import UserError
 from specdraft.data.chat import AnswerRow, render_prompt
-from specdraft.data.tasks import Prompt
+from specdraft.data.tasks import Prompt, builtin_prompts, split_held_out
 from specdraft.data.vocab import VocabMap, required_ids
 from specdraft.decoding import bench, contenders
 from specdraft.decoding.contenders import CostConfig, PolicyConfig, make_entries
@@ -346,7 +346,26 @@ def test_the_frequency_order_starts_with_what_must_never_be_missing(target, tmp_
     assert frequency.ids[len(needed) : len(needed) + len(rest)] == rest
     vocab = VocabMap(torch.tensor([5, 3, 9]), target.vocab_size)
     vocab.save(tmp_path / "vocab.safetensors")
-    assert contenders.read_frequency(tmp_path / "vocab.safetensors", target, core=1).ids == [5, 3, 9]
+    ids = contenders.read_frequency(tmp_path / "vocab.safetensors", target, core=1).ids
+    assert ids == [*needed, *(token for token in (5, 3, 9) if token not in needed)]
+
+
+def test_answers_that_are_measured_on_are_not_counted(target, tmp_path):
+    needed = required_ids(target.tokenizer, target.eos_token_ids)
+    counted, left_out = [token for token in range(target.vocab_size) if token not in needed][-2:]
+    held_out = split_held_out(builtin_prompts())[1][0].id
+    rows = [
+        AnswerRow(name, "x", [40, 50, 60, *[token] * 3, 2], [[3, 7]], [True])
+        for name, token in ((held_out, left_out), ("a", counted))
+    ]
+    path = tmp_path / "answers.jsonl"
+    path.write_text("".join(row.to_json() + "\n" for row in rows))
+    ids = contenders.read_frequency(path, target, core=8).ids
+    assert ids[len(needed)] == counted
+    assert ids[-1] == left_out  # as if it had not been said
+    path.write_text(rows[0].to_json() + "\n")
+    with pytest.raises(UserError, match="answers to held-out prompts alone"):
+        contenders.read_frequency(path, target, core=8)
 
 
 @pytest.mark.parametrize(

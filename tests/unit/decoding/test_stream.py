@@ -6,6 +6,7 @@ from scripted import ScriptedDrafter, ScriptedTarget
 from specdraft.decoding.bench import Request
 from specdraft.decoding.measure import TARGET_ALONE, Contender
 from specdraft.decoding.stream import Way, make_stream, plot, run_stream, summary, table, tokens_to_break_even, totals
+from specdraft.decoding.vocab_policies import AllTokens
 
 
 def requests(domain, count):
@@ -60,14 +61,26 @@ def test_a_stream_is_lossless_and_every_way_has_a_line_for_every_prompt(tmp_path
         def observe(self, rounds):
             pass
 
-    drafter = ScriptedDrafter(target.logits)
-    ways = {"frozen": Way(Contender(drafter)), "both": Way(Contender(drafter), Ear(), lambda: {"updates": len(told)})}
+    class Warm(AllTokens):
+        def __init__(self):
+            super().__init__()
+            self.prompts = []
+
+        def begin(self, prompt, last, logits_of):
+            self.prompts.append(prompt)
+
+    drafter, warm = ScriptedDrafter(target.logits), Warm()
+    ways = {
+        "frozen": Way(Contender(drafter), warm_up=Contender(drafter, vocab_policy=warm)),
+        "both": Way(Contender(drafter), Ear(), lambda: {"updates": len(told)}),
+    }
     stream = make_stream({"law": requests("law", 2), "code": requests("code", 2)}, 1)
     run_stream(target, ways, stream, lines.append, max_new_tokens=12)
     assert [row["way"] for row in lines[:3]] == [TARGET_ALONE, "frozen", "both"]
     assert len(lines) == 4 * 3
     assert all(row["is_same"] for row in lines)
     assert told == [one.request.input_ids for one in stream]  # not the warm-up
+    assert warm.prompts == [stream[0].request.input_ids]
     assert [row["updates"] for row in lines if row["way"] == "both"] == [1, 2, 3, 4]
     rows = {row["way"]: row for row in summary(lines, "frozen")}
     assert rows["frozen"]["tau"] > 3 > rows[TARGET_ALONE]["tau"] == 1

@@ -106,7 +106,7 @@ def test_the_drafter_gets_base_plus_adapter_and_loses_it_again(method, kind, hea
     before = {name: weight.clone() for name, weight in drafter.named_parameters()}
     alignment = align(drafter, method=method, head=head)
     shake(alignment)
-    alignment.give([])
+    alignment.give()
     assert not torch.equal(drafter.fc.weight, before["fc.weight"])
     taps, tokens, rows = inputs(drafter)
     with torch.no_grad():
@@ -163,7 +163,11 @@ def test_optimiser_and_buffer_take_less_than_73_percent_of_full_adaptation():
         assert alignment.updates > 0
         parts = alignment.memory()
         trained = sum(weight.numel() for weight in alignment.trained.named.values())
-        assert parts["optimizer"] >= 8 * trained
+        assert parts["optimizer"] == 8 * trained
+        states = (value for state in alignment.optimizer.state.values() for value in state.values())
+        assert sum(value.nbytes for value in states if value.ndim) == parts["optimizer"]
+        alignment.restart()  # a rollback forgets the states, and the next step needs them again
+        assert alignment.memory()["optimizer"] == parts["optimizer"]
         assert parts["buffer"] > 4096 * 3 * 576 * 2
         totals[method] = parts["optimizer"] + parts["buffer"]
     assert totals["lora"] <= 0.73 * totals["full"]
@@ -181,7 +185,7 @@ def test_a_poisoned_update_is_rolled_back(frozen):
     assert alignment.rollbacks == 0
     assert not torch.allclose(drafter.fc.weight, before["fc.weight"], atol=1e-3)
     shake(alignment, 5.0)
-    alignment.give([])
+    alignment.give()
     alignment.config = replace(alignment.config, lr=1e-12)  # so that later steps do not hide what was given back
     feed(alignment, 3)
     assert alignment.rollbacks == 0
@@ -196,11 +200,25 @@ def test_a_rolled_back_drafter_is_the_frozen_one_bit_for_bit():
     alignment = align(drafter, guard_rounds=4, across_requests=True)
     feed(alignment, 4)
     shake(alignment, 5.0)
-    alignment.give([])
+    alignment.give()
     alignment._judge = lambda since, rows: False
     feed(alignment, 4)
     assert alignment.rollbacks == 1
     assert all(torch.equal(weight, before[name]) for name, weight in drafter.named_parameters())
+
+
+def test_the_guard_judges_no_more_than_a_step_trains_on_and_the_newest_of_it():
+    alignment = align(make_drafter(), every=10**6, windows=2, window=8, across_requests=True)
+    feed(alignment, 3)
+    alignment.judged = 1
+    fresh = alignment.positions.fields["round"][alignment._fresh()]
+    assert sorted(fresh.tolist()) == [2] * 3 + [3] * 3
+    feed(alignment, 70)  # more than the buffer holds: the oldest have given way
+    fields, fresh = alignment.positions.fields, alignment._fresh()
+    assert int(fresh.sum()) == 16
+    assert fields["place"][fresh].sort().values.tolist() == list(range(10 + 70 * 3 - 16, 10 + 70 * 3))
+    assert alignment._judge(70, None)
+    assert alignment.guard[-1][0] == 70
 
 
 # --- what is trained on
