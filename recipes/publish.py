@@ -24,7 +24,7 @@ from specdraft.export.card import Publication, model_card
 from specdraft.export.folder import require_replaceable
 from specdraft.export.formats import EXPORTS
 from specdraft.export.hub import explain, publish, require_repository
-from specdraft.models.checkpoint import load_drafter, read_config, save_drafter
+from specdraft.models.checkpoint import load_drafter, read_taps, save_drafter
 from specdraft.models.default_target import HUB_ID, LICENSE
 from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.load import HUB_ID as HUB_NAME
@@ -63,14 +63,14 @@ def main(config: PublishConfig) -> None:
         raise UserError("repo: got none, needed with --push; give owner/name")
     if config.factors and config.format != "eagle3":
         raise UserError(f"factors: allowed with --format eagle3 only, got {config.format}")
-    read_config(config.drafter)
+    taps = read_taps(config.drafter)
     if config.output.resolve() == config.drafter.resolve():
         raise UserError(f"output: got the drafter's own folder {config.output}; give another")
     require_replaceable(config.output)
     provenance = read_provenance(config.drafter)
     base_model = hub_name(config)
     licence = config.license or target_license(config, base_model)
-    target = TargetModel.load(config.target, revision=config.target_revision)
+    target = TargetModel.load(config.target, revision=config.target_revision, tap_layers=taps)
     drafter = load_drafter(config.drafter, target)
     publication = Publication(
         repo=repo,

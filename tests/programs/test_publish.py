@@ -13,12 +13,13 @@ import yaml
 from fake_hub import TOKEN, FakeHub
 
 from specdraft.config import UserError, parse_config
+from specdraft.data.vocab import VocabMap
 from specdraft.export.formats import import_drafter
-from specdraft.models.checkpoint import save_drafter
+from specdraft.models.checkpoint import read_taps, save_drafter
 from specdraft.models.heads import HeadConfig
 from specdraft.models.initialise import DrafterConfig, new_drafter
 from specdraft.models.target import TargetModel
-from specdraft.testing import tiny_model, tiny_tokenizer
+from specdraft.testing import TINY_VOCAB, tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
 FOLDER_FILES = {"README.md", "config.json", "model.safetensors", "provenance.json"}
@@ -33,6 +34,7 @@ def load_program(name):
 
 
 PUBLISH, IMPORT = load_program("publish"), load_program("import_drafter")
+TRIM = load_program("trim_head")
 DRIVER = """
 import sys, time
 time.sleep = lambda seconds: None  # the client waits between its tries
@@ -186,6 +188,20 @@ def test_what_was_published_can_be_imported(workdir, capsys):
     assert "not measured here" in (workdir / "imported" / "README.md").read_text()
     with pytest.raises(UserError, match="exists; give a new folder"):
         run_main(IMPORT, "ImportConfig", *flags)
+
+
+def test_a_drafter_of_other_layers_is_trimmed_and_published(workdir, capsys):
+    """Neither program is told which layers: config.json says it."""
+    target = TargetModel.load(str(workdir / "target"), dtype=torch.float32, tap_layers=(1, 3, 6))
+    drafter = new_drafter(target, DrafterConfig(), HeadConfig("full", init="svd"))
+    save_drafter(workdir / "other" / "drafter", drafter, target, "", {})
+    VocabMap(torch.arange(TINY_VOCAB - 20), TINY_VOCAB).save(workdir / "v.safetensors")
+    cut = workdir / "cut" / "drafter"
+    flags = [f"--drafter={workdir / 'other' / 'drafter'}", f"--target={workdir / 'target'}"]
+    run_main(TRIM, "TrimConfig", *flags, f"--vocab={workdir / 'v.safetensors'}", f"--output={cut}")
+    assert read_taps(cut) == (1, 3, 6)
+    run_main(PUBLISH, "PublishConfig", *publish_flags(workdir, "taps", f"--drafter={cut}"))
+    assert "| 1, 3, 6 |" in (workdir / "taps" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
