@@ -118,7 +118,11 @@ def _with_head(drafter: Eagle3Drafter, head: Head, config: HeadConfig) -> Eagle3
 
 
 def eagle3_config(target: TargetModel, config: DrafterConfig, head: HeadConfig) -> Eagle3Config:
-    """The target's widths, rotary scheme and positions; and the choices of `config`. Raises UserError where those clash."""
+    """The target's widths, rotary scheme and positions; and the choices of `config`.
+
+    Raises:
+        UserError: choices that clash; a rotary scheme whose numbers are for a part of a head.
+    """
     if config.fc_norm and config.norm_before_fc:
         raise UserError("drafter: fc_norm and norm_before_fc exclude each other; choose one")
     hf = target.hf_config
@@ -126,6 +130,12 @@ def eagle3_config(target: TargetModel, config: DrafterConfig, head: HeadConfig) 
     rope = dict(hf.rope_parameters)
     if "rope_type" not in rope:  # one scheme for each kind of layer (Gemma-3): the drafter's layer sees everything
         rope = dict(rope["full_attention"])
+    part = rope.pop("partial_rotary_factor", None)  # the drafter's layer turns the whole of a head
+    if part not in (None, 1) and rope["rope_type"] not in ("default", "proportional"):
+        raise UserError(
+            f"target {target.name}: rotary scheme {rope['rope_type']} with partial_rotary_factor {part}, allowed: 1 with this scheme; "
+            "choose another target"
+        )
     return Eagle3Config(
         hidden_size=target.hidden_size,
         intermediate_size=config.intermediate_size or hf.intermediate_size,

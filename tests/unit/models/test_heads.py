@@ -21,7 +21,14 @@ from specdraft.models.heads import (
     energy_rank,
     largest_rank,
 )
-from specdraft.models.initialise import DrafterConfig, factored_copy, new_drafter, trimmed_copy, warm_start
+from specdraft.models.initialise import (
+    DrafterConfig,
+    eagle3_config,
+    factored_copy,
+    new_drafter,
+    trimmed_copy,
+    warm_start,
+)
 from specdraft.testing import TINY_VOCAB, tiny_target
 
 KEPT = VocabMap(torch.arange(1, TINY_VOCAB, 2).flip(0), TINY_VOCAB)  # neither ascending nor the first ids
@@ -241,3 +248,15 @@ def test_old_checkpoints_with_a_size_beside_another_head_still_load(target, tmp_
     drafter.config = replace(drafter.config, head=replace(drafter.config.head, vocab_size=8192))
     save_drafter(tmp_path / "d", drafter, target, "# card", {})
     assert load_drafter(tmp_path / "d", target).lm_head.vocab_map is None
+
+
+def test_a_target_that_turns_a_part_of_its_heads():
+    """The drafter's layer turns the whole, and says so to engines; a scheme whose numbers are for that part is refused."""
+    target = tiny_target()
+    config = DrafterConfig(), HeadConfig("full")
+    rope = target.hf_config.rope_parameters
+    target.hf_config.rope_parameters = {**rope, "partial_rotary_factor": 0.5}
+    assert "partial_rotary_factor" not in eagle3_config(target, *config).rope_parameters
+    target.hf_config.rope_parameters = {**rope, "rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}
+    with pytest.raises(UserError, match=r"rotary scheme linear with partial_rotary_factor 0.5, allowed: 1"):
+        eagle3_config(target, *config)
