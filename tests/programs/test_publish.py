@@ -423,6 +423,16 @@ def test_a_push_that_fails_says_what_is_there(step, failure, what, state, hub, w
     assert set(files) == (FOLDER_FILES if failure == "cut after" else set())
 
 
+@pytest.mark.parametrize(("step", "failure"), [("branch", "cut after"), ("revision", 503)])
+def test_a_branch_of_an_existing_repository_may_have_been_made(step, failure, hub, workdir):
+    hub.repos["me/drafter"] = {"private": False, "branches": {"main": {}}, "commits": 1}
+    hub.fail[step] = failure
+    done = push(hub, workdir, revision="new")
+    assert "the branch new may have been made, no file was changed" in done.stderr
+    assert "nothing was changed" not in done.stderr
+    assert "new" in hub.repos["me/drafter"]["branches"]
+
+
 def test_when_nobody_can_tell_it_says_so(hub, workdir):
     """The connection breaks while the commit is made, and the Hub cannot be asked any more."""
     hub.repos["me/drafter"] = {"private": False, "branches": {"main": {}}, "commits": 1}
