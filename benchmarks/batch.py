@@ -30,7 +30,7 @@ from specdraft.decoding.measure import BUSY, OthersCpu
 from specdraft.decoding.sampling import Sampling
 from specdraft.decoding.trace import tau, tokens_per_second
 from specdraft.decoding.verify import verify_greedy
-from specdraft.models.checkpoint import load_drafter
+from specdraft.models.checkpoint import load_drafter, read_taps
 from specdraft.models.drafter import Ask, BatchDrafter, Proposal
 from specdraft.models.heads import HeadConfig
 from specdraft.models.initialise import DrafterConfig, new_drafter
@@ -63,7 +63,8 @@ class BatchConfig:
 def main(config: BatchConfig) -> None:
     if config.prompts < max(config.batches):
         raise UserError(f"prompts: got {config.prompts}, allowed: at least the largest batch, {max(config.batches)}")
-    target = TargetModel.load(config.target, dtype=getattr(torch, config.dtype), device=config.device)
+    taps = None if config.drafter is None else read_taps(config.drafter)
+    target = TargetModel.load(config.target, dtype=getattr(torch, config.dtype), device=config.device, tap_layers=taps)
     if config.drafter is None:
         torch.manual_seed(0)
         drafter = new_drafter(target, DrafterConfig(), HeadConfig("lowrank", init="svd")).to(target.dtype)

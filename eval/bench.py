@@ -32,6 +32,7 @@ from specdraft.decoding.contenders import (
     check_names,
     load_drafters,
     make_entries,
+    taps_of,
 )
 from specdraft.decoding.measure import BUSY, TARGET_ALONE
 from specdraft.decoding.sampling import Sampling
@@ -121,7 +122,8 @@ def check(config: BenchConfig) -> None:
 
 def prepare(config: BenchConfig, prompts: list[Prompt]) -> Run:
     """Target, drafters, requests and contenders, costs measured."""
-    target = TargetModel.load(config.target, dtype=getattr(torch, config.dtype), device=config.device)
+    dtype, taps = getattr(torch, config.dtype), taps_of(config.drafters)
+    target = TargetModel.load(config.target, dtype=dtype, device=config.device, tap_layers=taps)
     drafters, hashes = load_drafters(config.drafters, target, config.policies, config.head_dtypes)
     answers = config.output / f"answers-{hash_json([target.hash, config.max_new_tokens, str(target.dtype)])}.jsonl"
     requests, left_out = bench.make_requests(target, prompts, config.max_new_tokens, answers)

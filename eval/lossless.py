@@ -28,7 +28,7 @@ from specdraft.data.chat import render_prompt
 from specdraft.data.tasks import builtin_prompts, read_prompts, split_held_out
 from specdraft.decoding.bench import Request
 from specdraft.decoding.check import GreedyCheck, check_greedy, policies_to_check
-from specdraft.models.checkpoint import load_drafter, read_config
+from specdraft.models.checkpoint import load_drafter, read_taps
 from specdraft.models.target import TargetModel
 
 MARGINS = {"float32": 1e-3, "bfloat16": 1.0}  # logits: the largest top-2 margin that rounding explains
@@ -62,7 +62,7 @@ def main(config: LosslessConfig) -> None:
     for dtype in config.dtypes:
         if dtype not in MARGINS:
             raise UserError(f"dtypes: got {dtype!r}, allowed: {', '.join(MARGINS)}")
-    read_config(folder)
+    read_taps(folder)
     print(f"drafter {folder}, target {config.target}, T = 0, at most {config.drafted} tokens drafted a round")
     if importlib.util.find_spec("faiss") is None:
         print("evospec: not checked, as faiss is not installed; pip install 'specdraft[evospec]'")
@@ -87,7 +87,7 @@ def newest_drafter(runs: Path) -> Path:
 
 
 def check(folder: Path, dtype: str, config: LosslessConfig) -> dict[str, GreedyCheck]:
-    target = TargetModel.load(config.target, dtype=getattr(torch, dtype))
+    target = TargetModel.load(config.target, dtype=getattr(torch, dtype), tap_layers=read_taps(folder))
     drafter = load_drafter(folder, target)
     source = split_held_out(builtin_prompts())[1] if config.prompts == "builtin" else read_prompts(config.prompts)
     requests = [

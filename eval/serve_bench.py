@@ -24,9 +24,9 @@ from transformers import AutoTokenizer
 from specdraft.config import UserError, config_to_dict, require_positive, run_program
 from specdraft.data.chat import render_prompt
 from specdraft.data.tasks import builtin_prompts, read_prompts, split_held_out
-from specdraft.export.server import Completion, Served, complete, counters, only_model, vllm_acceptance
-from specdraft.models.default_target import default_target
-from specdraft.provenance import provenance, read_json, require_no_folder, require_writable, write_json
+from specdraft.export.server import SERVERS_AVERAGE, Completion, Served, complete, counters, only_model, vllm_acceptance
+from specdraft.models.default_target import is_packaged, packaged_target
+from specdraft.provenance import hash_json, provenance, read_json, require_no_folder, require_writable, write_json
 
 
 @dataclass
@@ -53,7 +53,8 @@ class ServeConfig:
 def main(config: ServeConfig) -> None:
     check(config)
     prompts = choose_prompts(config)
-    baseline = read_baseline(config, len(prompts))
+    asked = hash_json(prompts)
+    baseline = read_baseline(config, len(prompts), asked)
     url = config.url.rstrip("/").removesuffix("/v1")
     model = config.model or only_model(url, config.timeout)
     options = (config.max_new_tokens, config.temperature, config.timeout)
@@ -63,9 +64,11 @@ def main(config: ServeConfig) -> None:
     with ThreadPoolExecutor(config.concurrency) as pool:
         answers = list(pool.map(lambda prompt: complete(url, model, prompt, *options), prompts))
     seconds = time.perf_counter() - start
-    served = summarise(model, answers, seconds, before, counters(url, config.timeout), baseline)
+    served = summarise(model, answers, seconds, before, counters(url, config.timeout))
+    if baseline is not None:
+        compare(served, baseline, config.temperature)
     print(report(served))
-    record = {"config": config_to_dict(config), "provenance": provenance(), **asdict(served)}
+    record = {"config": config_to_dict(config), "prompts": asked, "provenance": provenance(), **asdict(served)}
     if config.output is not None:
         write_json(config.output, record)
     if config.json:
@@ -86,7 +89,7 @@ def check(config: ServeConfig) -> None:
 
 def choose_prompts(config: ServeConfig) -> list[list[int]]:
     """Token ids of the prompts."""
-    where = str(default_target()) if config.target == "default" else config.target
+    where = str(packaged_target(config.target)) if is_packaged(config.target) else config.target
     try:
         tokenizer = AutoTokenizer.from_pretrained(where)
     except Exception as error:  # whatever a foreign file makes a parser raise
@@ -98,12 +101,13 @@ def choose_prompts(config: ServeConfig) -> list[list[int]]:
     return [render_prompt(tokenizer, [{"role": "user", "content": prompt.turns[0]}]) for prompt in chosen]
 
 
-def read_baseline(config: ServeConfig, count: int) -> dict[str, Any] | None:
-    """Texts and rate of a run without a drafter. Raises UserError for another file, and for a run with other settings or prompts."""
+def read_baseline(config: ServeConfig, count: int, asked: str) -> dict[str, Any] | None:
+    """Texts and rate of a run without a drafter. asked: hash of the prompts' token ids. Raises UserError for another file, and for a run
+    with other settings or prompts."""
     if config.baseline is None:
         return None
     where, advice = f"baseline {config.baseline}", "give a file that --output wrote"
-    found = read_json(config.baseline, "baseline", advice, ("texts", "config", "tokens_per_second"))
+    found = read_json(config.baseline, "baseline", advice, ("texts", "config", "tokens_per_second", "prompts"))
     rate = found["tokens_per_second"]
     if not isinstance(rate, int | float) or not 0 < rate < math.inf:
         raise UserError(f"{where}: has {rate!r} tokens per second; {advice}, of a server that answered")
@@ -118,6 +122,10 @@ def read_baseline(config: ServeConfig, count: int) -> dict[str, Any] | None:
         raise UserError(
             f"{where}: has {len(found['texts'])} texts, this run {count}; give both the same --count and --prompts"
         )
+    if found["prompts"] != asked:
+        raise UserError(
+            f"{where}: was run with other prompts (hash {found['prompts']}, now {asked}); give both the same --prompts and --target"
+        )
     return found
 
 
@@ -127,7 +135,6 @@ def summarise(
     seconds: float,
     before: dict[str, Any],
     after: dict[str, Any],
-    baseline: dict[str, Any] | None,
 ) -> Served:
     texts, tokens = [answer.text for answer in answers], sum(answer.tokens for answer in answers)
     served = Served(
@@ -143,11 +150,16 @@ def summarise(
     if served.server == "vLLM":
         served.tau, served.conditional_acceptance = vllm_acceptance(before, after)
     elif served.server == "SGLang":
-        served.tau = after["accept_length"]
-    if baseline is not None:
-        served.speedup = served.tokens_per_second / baseline["tokens_per_second"]
-        served.match_rate = sum(a == b for a, b in zip(texts, baseline["texts"], strict=True)) / len(texts)
+        served.tau, served.tau_is = after["accept_length"], SERVERS_AVERAGE
     return served
+
+
+def compare(served: Served, baseline: dict[str, Any], temperature: float) -> None:
+    """Speedup, and how many texts are equal: at temperature 0 only, as sampled ones need not be."""
+    served.speedup = served.tokens_per_second / baseline["tokens_per_second"]
+    if temperature == 0:
+        equal = sum(a == b for a, b in zip(served.texts, baseline["texts"], strict=True))
+        served.match_rate = equal / len(served.texts)
 
 
 def report(served: Served) -> str:
@@ -156,12 +168,16 @@ def report(served: Served) -> str:
         f"({served.tokens:,} tokens in {served.seconds:.1f} s), median latency {served.median_latency_s:.2f} s"
     ]
     if served.tau is not None:
+        label = f" ({served.tau_is})" if served.tau_is == SERVERS_AVERAGE else ""
         acceptance = ", ".join(f"{alpha:.2f}" for alpha in served.conditional_acceptance) or "not given"
-        lines.append(f"tau {served.tau:.2f} tokens a verify round; conditional acceptance by position: {acceptance}")
+        lines.append(
+            f"tau {served.tau:.2f} tokens a verify round{label}; conditional acceptance by position: {acceptance}"
+        )
     else:
         lines.append("the server counted no drafts")
     if served.speedup is not None:
-        lines.append(f"{served.speedup:.2f}x over the baseline; {100 * served.match_rate:.0f} % of the texts equal")
+        equal = "" if served.match_rate is None else f"; {100 * served.match_rate:.0f} % of the texts equal"
+        lines.append(f"{served.speedup:.2f}x over the baseline{equal}")
     return "\n".join(lines)
 
 

@@ -44,9 +44,10 @@ def a_short_while() -> TrainConfig:
 @dataclass
 class CompressConfig(JobConfig):
     """drafter: a checkpoint folder with a full or trimmed head.   choose: what settles R: `rank` (None = H/8); `energy`, the smallest
-    that keeps this share of the squared singular values; `throughput`, the largest predicted tokens per second of H/16, H/8 and H/4,
-    papers (1.1), with tau after factoring and head times measured now.   init: `whitened_svd` weighs by C and D, `svd` is W's own.
-    distil: what is then trained.   held_out: answers to simulate on.   The other fields: see JobConfig."""
+    that keeps this share of the squared singular values, or the largest that saves weights; `throughput`, the largest predicted
+    tokens per second of H/16, H/8 and H/4, papers (1.1), with tau after factoring and head times measured now.   init:
+    `whitened_svd` weighs by C and D, `svd` is W's own.   distil: what is then trained.   held_out: answers to simulate on.
+    The other fields: see JobConfig."""
 
     name: str = "compressed"
     drafter: Path = Path("runs/eagle3-full/drafter")
@@ -84,7 +85,7 @@ def main(config: CompressConfig) -> None:
         found, predicted = {"before": simulated(job, config, dense)}, {}
         parts = take_apart(job, config, dense)
         if config.choose == "energy":
-            rank = energy_rank(parts.energy, config.energy)
+            rank = rank_by_energy(job, config, dense, parts)
         elif config.choose == "throughput":
             predicted = predict(job, config, dense, parts, found["before"]["tau"])
             rank = max(predicted, key=lambda rank: predicted[rank])
@@ -129,6 +130,18 @@ def take_apart(job: Job, config: CompressConfig, dense: Eagle3Drafter) -> Compon
     if head.vocab_map is not None:
         frequency = frequency[head.ids]
     return components(head.weight, inputs.T @ inputs / len(inputs), frequency)
+
+
+def rank_by_energy(job: Job, config: CompressConfig, dense: Eagle3Drafter, parts: Components) -> int:
+    """The smallest rank that keeps the energy asked for; at most the largest whose factors are smaller than the head."""
+    rank, most = energy_rank(parts.energy, config.energy), largest_rank(dense.lm_head)
+    if rank > most:
+        kept = float(parts.energy[:most].sum() / parts.energy.sum())
+        job.accelerator.print(
+            f"warning: energy: {config.energy} needs rank {rank}, whose factors are no smaller than the head; rank {most} is taken, "
+            f"which keeps {kept:.4f}"
+        )
+    return min(rank, most)
 
 
 def predict(job: Job, config: CompressConfig, dense: Eagle3Drafter, parts: Components, tau: float) -> dict[int, float]:

@@ -16,18 +16,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub import metadata_load, model_info
 
 from specdraft import summary
 from specdraft.config import UserError, run_program
 from specdraft.export.card import Publication, model_card
 from specdraft.export.folder import require_replaceable
 from specdraft.export.formats import EXPORTS
-from specdraft.export.hub import explain, publish, require_repository
-from specdraft.models.checkpoint import load_drafter, read_config, save_drafter
-from specdraft.models.default_target import HUB_ID, LICENSE
+from specdraft.export.hub import publish, require_repository
+from specdraft.export.origin import LICENSE_KEYS, find_origin
+from specdraft.models.checkpoint import load_drafter, read_taps, save_drafter
 from specdraft.models.eagle3 import Eagle3Drafter
-from specdraft.models.load import HUB_ID as HUB_NAME
 from specdraft.models.target import TargetModel
 from specdraft.provenance import read_json, write_json
 
@@ -37,8 +35,8 @@ class PublishConfig:
     """drafter: a checkpoint folder.   target: as the recipes take it.   repo: owner/name.   format: whose folder; `specdraft` is our own
     checkpoint.   factors: keep a low-rank head as two factors (eagle3).   output: where the folder is written.   push: upload it;
     without, nothing leaves this machine.   revision, private: branch, and visibility of a new repository.   base_model,
-    target_revision, license: of the target, where they are not known from it.   summary: the run's summary.json; None = the one
-    beside the drafter, if it is there."""
+    target_revision, license: of the target, where they are not known from it.   license_name, license_link: of the license `other`.
+    summary: the run's summary.json; None = the one beside the drafter, if it is there and of this drafter."""
 
     drafter: Path = Path("runs/slimspec/drafter")
     target: str = "default"
@@ -53,38 +51,41 @@ class PublishConfig:
     base_model: str | None = None
     target_revision: str | None = None
     license: str | None = None
+    license_name: str | None = None
+    license_link: str | None = None
     summary: Path | None = None
 
 
 def main(config: PublishConfig) -> None:
     repo = config.repo or f"local/{config.drafter.absolute().parent.name}"
-    require_repository(repo)
-    if config.push and not config.repo:
+    if config.repo:
+        require_repository(repo)
+    elif config.push:
         raise UserError("repo: got none, needed with --push; give owner/name")
     if config.factors and config.format != "eagle3":
         raise UserError(f"factors: allowed with --format eagle3 only, got {config.format}")
-    read_config(config.drafter)
+    taps = read_taps(config.drafter)
     if config.output.resolve() == config.drafter.resolve():
         raise UserError(f"output: got the drafter's own folder {config.output}; give another")
     require_replaceable(config.output)
     provenance = read_provenance(config.drafter)
-    base_model = hub_name(config)
-    licence = config.license or target_license(config, base_model)
-    target = TargetModel.load(config.target, revision=config.target_revision)
+    license = {key: getattr(config, key) for key in LICENSE_KEYS}
+    origin = find_origin(config.target, config.base_model, config.target_revision, license)
+    if origin.note:
+        print(origin.note)
+    target = TargetModel.load(config.target, revision=config.target_revision, tap_layers=taps)
     drafter = load_drafter(config.drafter, target)
     publication = Publication(
         repo=repo,
         revision=config.revision,
         format=config.format,
         factors=config.factors,
-        base_model=base_model,
-        base_revision=config.target_revision,
-        license=licence,
-        measured=measured(config, target),
+        origin=origin,
+        measured=measured(config, drafter, target),
         run=provenance.pop("run", {}),
         provenance=provenance,
     )
-    write(config, drafter, target, base_model, model_card(publication, drafter, target), provenance, publication.run)
+    write(config, publication, drafter, target)
     files = sorted(path for path in config.output.iterdir() if path.is_file())
     listing = ", ".join(f"{path.name} ({path.stat().st_size / 1e6:.1f} MB)" for path in files)
     where = f"{repo}, {'private' if config.private else 'public'} if new, branch {config.revision}"
@@ -105,79 +106,32 @@ def read_provenance(drafter: Path) -> dict[str, Any]:
     return found
 
 
-def write(
-    config: PublishConfig,
-    drafter: Eagle3Drafter,
-    target: TargetModel,
-    base_model: str,
-    card: str,
-    provenance: dict[str, Any],
-    run: dict[str, Any],
-) -> None:
+def write(config: PublishConfig, publication: Publication, drafter: Eagle3Drafter, target: TargetModel) -> None:
     """The folder of `config.format` at `config.output`, with its card."""
-    dtype = getattr(torch, config.dtype)
+    dtype, card = getattr(torch, config.dtype), model_card(publication, drafter, target)
     if config.format == "specdraft":
-        save_drafter(config.output, drafter, target, card, run, dtype)
+        save_drafter(config.output, drafter, target, card, publication.run, dtype)
         return
     options = {"factors": config.factors} if config.format == "eagle3" else {}
     if config.format == "speculators":
-        options["verifier"] = base_model
+        options["verifier"] = publication.origin.base_model
     EXPORTS[config.format](drafter, target, config.output, dtype=dtype, **options)
-    write_json(config.output / "provenance.json", {**provenance, "run": run})
+    write_json(config.output / "provenance.json", {**publication.provenance, "run": publication.run})
     (config.output / "README.md").write_text(card)
 
 
-def hub_name(config: PublishConfig) -> str:
-    """The target's name on the Hub. Raises UserError for a target of which only a folder is known."""
-    if config.base_model is not None:
-        if not HUB_NAME.fullmatch(config.base_model):
-            raise UserError(f"base_model: got {config.base_model!r}, allowed: a Hub id, owner/name")
-        return config.base_model
-    if config.target == "default":
-        return HUB_ID
-    if Path(config.target).expanduser().exists():
-        raise UserError(
-            f"base_model: the target is {config.target}, which others do not have; give its Hub id, --base-model owner/name"
-        )
-    return config.target
-
-
-def target_license(config: PublishConfig, base_model: str) -> str:
-    """From the target's own card. Raises UserError where there is none to be read."""
-    found = None
-    folder = Path(config.target).expanduser()
-    if base_model == HUB_ID:
-        found = LICENSE
-    elif folder.is_dir() and (folder / "README.md").exists():
-        found = license_of_card(folder / "README.md")
-    elif not folder.exists():
-        try:
-            card = model_info(base_model, revision=config.target_revision).card_data
-        except Exception as error:  # see hub.py
-            raise UserError(
-                f"license: the card of {base_model} cannot be read: {explain(error)}; give --license"
-            ) from None
-        found = None if card is None else card.get("license")
-    if not found:
-        raise UserError(f"license: {base_model} says none, and a drafter carries its target's; give it with --license")
-    return found
-
-
-def license_of_card(path: Path) -> str | None:
-    """Raises UserError for a card that cannot be read."""
-    try:
-        found = (metadata_load(path) or {}).get("license")
-    except Exception as error:  # whatever a foreign file makes the client's parser raise
-        raise UserError(f"license: {path} cannot be read ({type(error).__name__}); give it with --license") from None
-    return found if isinstance(found, str) else None
-
-
-def measured(config: PublishConfig, target: TargetModel) -> str:
-    """The table of the run's summary.json, with its hardware; or that there is none."""
+def measured(config: PublishConfig, drafter: Eagle3Drafter, target: TargetModel) -> str:
+    """The table of the run's summary.json, with its hardware; or that there is none. One of another drafter is none."""
     path = config.summary or config.drafter.absolute().parent / "summary.json"
     try:
         found = json.loads(path.read_text())
-        return f"{summary.describe(target, found)}\n\n{summary.table(found)}"
+        page = f"{summary.describe(target, found)}\n\n{summary.table(found)}"
+        if summary.is_of(found, drafter):
+            return page
+        if config.summary is not None:
+            raise UserError(
+                f"summary {path}: is of another drafter, by its head and size; give that of the drafter's own run"
+            )
     except OSError:
         if config.summary is not None:
             raise UserError(f"summary {path}: cannot be read; give the summary.json of the drafter's run") from None
@@ -185,7 +139,7 @@ def measured(config: PublishConfig, target: TargetModel) -> str:
         raise UserError(
             f"summary {path}: is not one of a run ({type(error).__name__}: {error}); give another"
         ) from None
-    print(f"warning: there is no {path}: the card will say that nothing was measured")
+    print(f"warning: there is no {path} of this drafter: the card will say that nothing was measured")
     return "Not measured."
 
 

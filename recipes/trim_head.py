@@ -13,7 +13,7 @@ import torch
 from specdraft.config import UserError, config_to_dict, run_program
 from specdraft.data.vocab import VocabMap, require_tokens
 from specdraft.export.folder import require_replaceable
-from specdraft.models.checkpoint import load_drafter, read_config, save_drafter
+from specdraft.models.checkpoint import load_drafter, read_config, read_taps, save_drafter
 from specdraft.models.initialise import trimmed_copy
 from specdraft.models.target import TargetModel
 
@@ -34,7 +34,7 @@ def main(config: TrimConfig) -> None:
     require_replaceable(config.output)
     vocab = VocabMap.load(config.vocab)
     dtype = getattr(torch, read_config(config.drafter)["dtype"])
-    target = TargetModel.load(config.target)
+    target = TargetModel.load(config.target, tap_layers=read_taps(config.drafter))
     if vocab.vocab_size != target.vocab_size:
         raise UserError(
             f"vocab {config.vocab}: made for {vocab.vocab_size} tokens, the target has {target.vocab_size}; build it again"

@@ -86,16 +86,11 @@ def results(
 ) -> dict[str, Any]:
     """Everything that summary.json holds. measured: the draft that was chosen, those that were tried, the chosen one's speedup."""
     draft, tried, speedup = measured
-    head = drafter.lm_head
-    parameters = sum(parameter.numel() for parameter in drafter.parameters())
-    head_parameters = sum(parameter.numel() for parameter in head.parameters())
     held_out = trained.best
     return {
         **speedup.to_dict(),
         "minutes": round(minutes, 2),
-        "head": {"kind": drafter.config.head.kind, "rows": head.weight.shape[0], "width": head.weight.shape[1]},
-        "parameters": parameters,
-        "head_parameters": head_parameters,
+        **sizes(drafter),
         "answer_tokens": sum(end - start for row in rows.values() for start, end in row.spans),
         "training": {
             "steps": trained.steps,
@@ -108,6 +103,20 @@ def results(
         "tried": {name: {key: getattr(trial, key) for key in TRIED} for name, trial in tried.items()},
         "provenance": provenance(),
     }
+
+
+def sizes(drafter: Eagle3Drafter) -> dict[str, Any]:
+    head = drafter.lm_head
+    return {
+        "head": {"kind": drafter.config.head.kind, "rows": head.weight.shape[0], "width": head.weight.shape[1]},
+        "parameters": sum(parameter.numel() for parameter in drafter.parameters()),
+        "head_parameters": sum(parameter.numel() for parameter in head.parameters()),
+    }
+
+
+def is_of(found: dict[str, Any], drafter: Eagle3Drafter) -> bool:
+    """Whether a summary.json can be that of this drafter, by its sizes."""
+    return all(found[key] == value for key, value in sizes(drafter).items())
 
 
 def write(folder: Path, name: str, target: TargetModel, found: dict[str, Any]) -> str:
@@ -202,6 +211,21 @@ def without_loops(found: dict[str, Any]) -> list[tuple[str, str]]:
     return [(name, "-" if tau is None else f"{tau:.2f}, {speedup:.2f}x")]
 
 
+USE = """\
+from specdraft.data.chat import render_prompt
+from specdraft.decoding.generate import speculative_generate
+from specdraft.models.checkpoint import load_drafter, read_taps
+from specdraft.models.target import TargetModel
+
+folder = "<this folder>"
+target = TargetModel.load("%s", tap_layers=read_taps(folder))
+drafter = load_drafter(folder, target)
+prompt = render_prompt(target.tokenizer, [{"role": "user", "content": "Why is the sky blue?"}])
+output = speculative_generate(target, drafter, prompt, max_new_tokens=128)
+print(target.tokenizer.decode(output.tokens))
+"""
+
+
 def model_card(config: dict[str, Any], target: TargetModel, found: dict[str, Any]) -> str:
     """README.md of the checkpoint folder."""
     header = yaml.safe_dump(
@@ -214,10 +238,7 @@ def model_card(config: dict[str, Any], target: TargetModel, found: dict[str, Any
     settings = json.dumps(config, indent=2)
     return (
         f"---\n{header}---\n# EAGLE-3 drafter for {target.name}\n\n{describe(target, found)}\n\n## Measured\n\n{table(found)}\n\n"
-        "## Use\n\n```python\nfrom specdraft.models.checkpoint import load_drafter\nfrom specdraft.models.target import TargetModel\n"
-        "from specdraft.decoding.generate import speculative_generate\n\n"
-        f'target = TargetModel.load("{target.name}")\ndrafter = load_drafter("<this folder>", target)\n'
-        "output = speculative_generate(target, drafter, input_ids, max_new_tokens=128)\n```\n\n"
+        f"## Use\n\n```python\n{USE % config['target']}```\n\n"
         f"Trained on the target's own answers to {config['prompts']} prompts. The target's weights (hash {target.hash}) are not in it.\n\n"
         f"## Configuration\n\n```json\n{settings}\n```\n"
     )

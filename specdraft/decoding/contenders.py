@@ -34,7 +34,7 @@ from specdraft.decoding.length_policy import LengthPolicy
 from specdraft.decoding.libraspec import LibraSpec, balance_from_costs
 from specdraft.decoding.measure import Contender, measure_costs
 from specdraft.decoding.vocab_policies import VOCAB_POLICIES, AllTokens, FrequencyList, NanoSpec, VocabPolicy
-from specdraft.models.checkpoint import load_drafter, read_config
+from specdraft.models.checkpoint import load_drafter, read_taps
 from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.heads import Head, HeadDtype
 from specdraft.models.sparse_self import SparseSelfConfig, SparseSelfDrafter
@@ -257,21 +257,35 @@ def check_names(settings: PolicyConfig, vocab: Sequence[str], length: Sequence[s
 def check_drafters(
     places: Sequence[Path], settings: PolicyConfig, trees: Sequence[str], batches: Sequence[int]
 ) -> None:
-    """Raises UserError for a folder that is no checkpoint, and where the target that drafts for itself could take no part, or not
-    draft what is measured."""
+    """Raises UserError for a folder that is no checkpoint, for two that read other layers of the target, and where the target that
+    drafts for itself could take no part, or not draft what is measured."""
+    taps_of(places)
     for place in places:
         if str(place) != SPARSE_SELF:
-            read_config(place)
-        elif CHAIN not in trees or 1 not in batches:
+            continue
+        if CHAIN not in trees or 1 not in batches:
             raise UserError(
                 f"drafters: {SPARSE_SELF} drafts chains for one request at a time, got trees {', '.join(trees)} and batches "
                 f"{', '.join(map(str, batches))}, allowed: {CHAIN} and 1 among them"
             )
-        elif settings.sparse.longest < settings.most:
+        if settings.sparse.longest < settings.most:
             raise UserError(
                 f"policies.sparse.longest: got {settings.sparse.longest}, allowed: {settings.most} or more: policies.most, the longest "
                 "draft whose costs are measured"
             )
+
+
+def taps_of(places: Sequence[Path]) -> tuple[int, ...] | None:
+    """The target's layers that all checkpoint folders among `places` read; None = there are no folders. Raises UserError where two
+    read different ones: a target gives the same to all."""
+    taps = {place: read_taps(place) for place in places if str(place) != SPARSE_SELF}
+    first = next(iter(taps), None)
+    for place, own in taps.items():
+        if own != taps[first]:
+            raise UserError(
+                f"drafters: {place} reads the target's layers {own}, allowed: {taps[first]}, those of {first}; run it by itself"
+            )
+    return None if first is None else taps[first]
 
 
 def load_drafters(

@@ -11,22 +11,21 @@ from typing import Any
 
 import yaml
 
+from specdraft.export.origin import Origin
 from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.target import TargetModel
 
 
 @dataclass
 class Publication:
-    """What a card says that neither drafter nor target know. repo: owner/name; base_model, base_revision: the target on the Hub;
-    license: the target's; measured: Markdown, with the hardware; run: the resolved configuration of the training run."""
+    """What a card says that neither drafter nor target know. repo: owner/name; origin: of the target; measured: Markdown, with the
+    hardware; run: the resolved configuration of the training run."""
 
     repo: str
     revision: str
     format: str
     factors: bool
-    base_model: str
-    base_revision: str | None
-    license: str
+    origin: Origin
     measured: str
     run: dict[str, Any]
     provenance: dict[str, Any]
@@ -34,29 +33,30 @@ class Publication:
 
 def model_card(publication: Publication, drafter: Eagle3Drafter, target: TargetModel) -> str:
     """README.md."""
-    p, head = publication, drafter.config.head.kind
+    p, origin, head = publication, publication.origin, drafter.config.head.kind
     header = {
-        "base_model": p.base_model,
-        "license": p.license,
+        "base_model": origin.base_model,
+        **origin.license,
         "library_name": "specdraft",
         "pipeline_tag": "text-generation",
         "tags": ["speculative-decoding", "eagle3", head],
     }
     versions = ", ".join(f"{name} {version}" for name, version in p.provenance.get("versions", {}).items() if version)
-    revision = f", revision `{p.base_revision}`" if p.base_revision else ""
+    revision = f", revision `{origin.base_revision}`" if origin.base_revision else ""
+    terms = " ".join(f"`{entry}`" for entry in origin.license.values())
     parts = [
-        f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n# EAGLE-3 drafter for {p.base_model}",
+        f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n# EAGLE-3 drafter for {origin.base_model}",
         f"A drafter for speculative decoding: it guesses several tokens, which its target "
-        f"[{p.base_model}](https://huggingface.co/{p.base_model}) checks in one pass. "
+        f"[{origin.base_model}](https://huggingface.co/{origin.base_model}) checks in one pass. "
         "The output law stays the target's; only the speed changes. It is of no use without that target.",
         "## What it is\n\n" + shape_table(drafter, target),
-        f"Target: `{p.base_model}`{revision}, of which {'only the embedding' if p.format == 'speculators' else 'nothing'} is in it "
-        f"(hash of its weights `{target.hash}`).",
+        f"Target: `{origin.base_model}`{revision}, of which {'only the embedding' if p.format == 'speculators' else 'nothing'} is in it "
+        f"(hash of its weights `{target.hash}`). {origin.note}".strip(),
         "## Use\n\n" + usage(p, drafter),
         "## Measured\n\n" + p.measured,
         "## Training\n\n" + training(p.run),
         f"Made {p.provenance.get('date', 'on an unknown date')} with {versions or 'unknown versions'}.",
-        f"## Licence\n\nThat of the target, whose answers it was trained on and whose weights it may start from: `{p.license}`.",
+        f"## Licence\n\nThat of the target, whose answers it was trained on and whose weights it may start from: {terms}.",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -86,17 +86,19 @@ def shape_table(drafter: Eagle3Drafter, target: TargetModel) -> str:
 
 def usage(p: Publication, drafter: Eagle3Drafter) -> str:
     """For each engine: the command, where this format is the engine's; else how to get the engine's own."""
-    branch = "" if p.revision == "main" else f', "revision": "{p.revision}"'
+    is_main, base_model, option = p.revision == "main", p.origin.base_model, p.origin.option
+    branch = "" if is_main else f', "revision": "{p.revision}"'
     vllm = (
-        f"vllm serve {p.base_model} --speculative-config '"
+        f"vllm serve {base_model} --speculative-config '"
         f'{{"method": "eagle3", "model": "{p.repo}"{branch}, "num_speculative_tokens": 3}}\''
     )
     commands = {
         "vLLM": ("bash", vllm, p.format in ("eagle3", "speculators")),
         "SGLang": (
             "bash",
-            f"python -m sglang.launch_server --model-path {p.base_model} --speculative-algorithm EAGLE3 "
-            f"--speculative-draft-model-path {p.repo} --speculative-num-steps 3 --speculative-eagle-topk 1 "
+            f"python -m sglang.launch_server --model-path {base_model} --speculative-algorithm EAGLE3 "
+            f"--speculative-draft-model-path {p.repo}{'' if is_main else f' --speculative-draft-model-revision {p.revision}'} "
+            "--speculative-num-steps 3 --speculative-eagle-topk 1 "
             "--speculative-num-draft-tokens 4",
             p.format == "sglang",
         ),
@@ -107,7 +109,7 @@ def usage(p: Publication, drafter: Eagle3Drafter) -> str:
         ),
         "specdraft": (
             "bash",
-            f"specdraft import-drafter --source {p.repo} --revision {p.revision} --target {p.base_model} --output drafter",
+            f"specdraft import-drafter --source {p.repo} --revision {p.revision} --target {option}{LAYER_IDS[p.format]} --output drafter",
             True,
         ),
     }
@@ -118,9 +120,13 @@ def usage(p: Publication, drafter: Eagle3Drafter) -> str:
             command = f"pip install specdraft   # beside vLLM: its plugin knows the low-rank head\n{command}"
         if not fits:
             language = "bash"
-            command = f"{commands['specdraft'][1]}\nspecdraft publish --drafter drafter --format {formats[name]} --output folder"
+            command = f"{commands['specdraft'][1]}\n"
+            command += f"specdraft publish --drafter drafter --target {option} --format {formats[name]} --output folder"
         parts.append(f"**{name}**\n\n```{language}\n{command}\n```")
     return "\n\n".join(parts)
+
+
+LAYER_IDS = {"eagle3": " --layer-ids vllm", "sglang": " --layer-ids sglang", "speculators": "", "specdraft": ""}
 
 
 def training(run: dict[str, Any]) -> str:

@@ -46,7 +46,8 @@ def export_eagle3(
 
 
 def eagle3_settings(layout: Layout, target: TargetModel, dtype: torch.dtype, layer_ids: list[int]) -> dict[str, Any]:
-    """config.json. `target_hidden_size` is a number even where it says nothing new: vLLM multiplies by it."""
+    """config.json. `target_hidden_size` is a number even where it says nothing new: vLLM multiplies by it. Layer ids stand at two
+    places and so does, where it is not 3, their number: versions of vLLM differ in where they look."""
     return {
         "architectures": [ARCHITECTURE if layout.rank is None else FACTORS_ARCHITECTURE],
         **layer_settings(layout.config, target, dtype),
@@ -55,6 +56,8 @@ def eagle3_settings(layout: Layout, target: TargetModel, dtype: torch.dtype, lay
         **norm_flags(layout.config),
         **({} if layout.rank is None else {"head_rank": layout.rank}),
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": layer_ids, "use_aux_hidden_state": True},
+        "eagle_aux_hidden_state_layer_ids": layer_ids,
+        **({} if len(layer_ids) == 3 else {"num_aux_hidden_states": len(layer_ids)}),
     }
 
 
@@ -77,8 +80,11 @@ def import_eagle3(
 
 
 def require_eagle3(settings: dict[str, Any], where: str) -> None:
-    """Raises UserError for a folder of another kind."""
+    """Raises UserError for a folder of another kind. SafeAILab's say LlamaForCausalLM; then the size of a draft vocabulary tells, and
+    the tensors' shapes are the test."""
     names = settings.get("architectures") or []
+    if names == ["LlamaForCausalLM"] and settings.get("draft_vocab_size") is not None:
+        return
     if not any("eagle3" in str(name).lower() for name in names):
         raise UserError(f"drafter {where}: architectures {names}, allowed: an EAGLE-3 drafter, such as {ARCHITECTURE}")
 

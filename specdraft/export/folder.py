@@ -123,7 +123,9 @@ def lay_out(
 def layer_settings(config: Eagle3Config, target: TargetModel, dtype: torch.dtype) -> dict[str, Any]:
     """The Llama keys of the one layer: widths, positions, and the rotary scheme in both schemas (transformers 5 reads
     `rope_parameters`, engines and older versions `rope_theta` and `rope_scaling`)."""
-    rope = dict(config.rope_parameters)
+    rope = {
+        key: value for key, value in config.rope_parameters.items() if key != "partial_rotary_factor"
+    }  # ours turn all
     theta = float(rope["rope_theta"])
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     ids = ("bos_token_id", "eos_token_id", "pad_token_id")

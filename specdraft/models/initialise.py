@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from specdraft.config import UserError
 from specdraft.data.vocab import VocabMap, require_same_map
 from specdraft.models.eagle3 import Eagle3Drafter
-from specdraft.models.eagle3_layer import Eagle3Config
+from specdraft.models.eagle3_layer import Eagle3Config, rotary_tables
 from specdraft.models.heads import Components, Head, HeadConfig, LowRankHead, TrimmedHead
 from specdraft.models.target import TargetModel
 
@@ -62,9 +62,10 @@ def warm_start(drafter: Eagle3Drafter, trained: Eagle3Drafter, where: str) -> No
 
     Raises:
         UserError: a head over another vocabulary map, whose rows would come to mean other tokens (fault 18, with both hashes); a
-            drafter of another shape.
+            drafter of another shape, or of other settings that no tensor tells of.
     """
     require_same_map(drafter.lm_head.vocab_map, trained.lm_head.vocab_map, where)
+    _require_same_settings(drafter.config, trained.config, where)
     wanted = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in trained.state_dict().items()}
     for name in sorted(wanted.keys() | found.keys()):
@@ -74,6 +75,24 @@ def warm_start(drafter: Eagle3Drafter, trained: Eagle3Drafter, where: str) -> No
                 "give a drafter of the same shape, or change drafter.* and head.* to its shape"
             )
     drafter.load_state_dict(trained.state_dict())
+
+
+def _require_same_settings(wanted: Eagle3Config, found: Eagle3Config, where: str) -> None:
+    names = ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc")
+    names += ("rms_norm_eps", "num_attention_heads", "num_key_value_heads", "rope_parameters")
+    for name in names:
+        has, expected = getattr(found, name), getattr(wanted, name)
+        if has == expected or (name == "rope_parameters" and _same_angles(wanted, found)):
+            continue
+        advice = (
+            f"set drafter.{name} to {has}" if hasattr(DrafterConfig, name) else "give a drafter that has the target's"
+        )
+        raise UserError(f"{where}: has {name} {has}, expected {expected}; {advice}")
+
+
+def _same_angles(a: Eagle3Config, b: Eagle3Config) -> bool:
+    """A rotary scheme can be written in several ways."""
+    return all(torch.equal(x, y) for x, y in zip(rotary_tables(a), rotary_tables(b), strict=True))
 
 
 def trimmed_copy(drafter: Eagle3Drafter, vocab_map: VocabMap) -> Eagle3Drafter:
@@ -99,7 +118,11 @@ def _with_head(drafter: Eagle3Drafter, head: Head, config: HeadConfig) -> Eagle3
 
 
 def eagle3_config(target: TargetModel, config: DrafterConfig, head: HeadConfig) -> Eagle3Config:
-    """The target's widths, rotary scheme and positions; and the choices of `config`. Raises UserError where those clash."""
+    """The target's widths, rotary scheme and positions; and the choices of `config`.
+
+    Raises:
+        UserError: choices that clash; a rotary scheme whose numbers are for a part of a head.
+    """
     if config.fc_norm and config.norm_before_fc:
         raise UserError("drafter: fc_norm and norm_before_fc exclude each other; choose one")
     hf = target.hf_config
@@ -107,6 +130,12 @@ def eagle3_config(target: TargetModel, config: DrafterConfig, head: HeadConfig) 
     rope = dict(hf.rope_parameters)
     if "rope_type" not in rope:  # one scheme for each kind of layer (Gemma-3): the drafter's layer sees everything
         rope = dict(rope["full_attention"])
+    part = rope.pop("partial_rotary_factor", None)  # the drafter's layer turns the whole of a head
+    if part not in (None, 1) and rope["rope_type"] not in ("default", "proportional"):
+        raise UserError(
+            f"target {target.name}: rotary scheme {rope['rope_type']} with partial_rotary_factor {part}, allowed: 1 with this scheme; "
+            "choose another target"
+        )
     return Eagle3Config(
         hidden_size=target.hidden_size,
         intermediate_size=config.intermediate_size or hf.intermediate_size,

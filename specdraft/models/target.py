@@ -23,7 +23,7 @@ from specdraft.config import UserError
 from specdraft.models import lean as lean_path
 from specdraft.models.attention import Attention, Watcher
 from specdraft.models.cache import Append, KVCache
-from specdraft.models.default_target import PACKAGED, packaged_target
+from specdraft.models.default_target import is_packaged, packaged_target
 from specdraft.models.generic import GenericModel
 from specdraft.models.layers import FrozenLinear, compute_dtype, step_dtype
 from specdraft.models.load import load_model
@@ -125,8 +125,7 @@ class TargetModel:
         Raises:
             UserError: not there, not a complete decoder-only model, or one whose logits we cannot reproduce.
         """
-        is_packaged = path_or_id in PACKAGED and not Path(path_or_id).exists()
-        where = str(packaged_target(path_or_id)) if is_packaged else str(path_or_id)
+        where = str(packaged_target(path_or_id)) if is_packaged(path_or_id) else str(path_or_id)
         model, tokenizer = load_model(where, dtype, device, revision)
         return cls(model, tokenizer, Path(where).name if Path(where).exists() else where, tap_layers, lean)
 

@@ -6,20 +6,32 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
+from specdraft.models.checkpoint import save_drafter
+from specdraft.models.heads import HeadConfig
+from specdraft.models.initialise import DrafterConfig, new_drafter
+from specdraft.models.target import TargetModel
 from specdraft.testing import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_benchmark_of_batches(tmp_path):
+@pytest.mark.parametrize("drafter", ["none", "of other layers"])
+def test_the_benchmark_of_batches(drafter, tmp_path):
     tiny_model(dtype=torch.float32).save_pretrained(tmp_path / "target")
     tiny_tokenizer().save_pretrained(tmp_path / "target")
+    own = []
+    if drafter == "of other layers":
+        target = TargetModel.load(str(tmp_path / "target"), dtype=torch.float32, tap_layers=(1, 3, 6))
+        odd = new_drafter(target, DrafterConfig(), HeadConfig("full", init="svd"))
+        save_drafter(tmp_path / "odd", odd, target, "", {}, torch.float32)
+        own = ["--drafter=odd"]
     flags = ["--target=target", "--dtype=float32", "--batches", "1", "3", "--prompts=3", "--max-new-tokens=6"]
     tree = ["--total-tokens=9", "--depth=3", "--top-k=3", "--repeats=1", "--json"]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks/batch.py"), *flags, *tree],
+        [sys.executable, str(ROOT / "benchmarks/batch.py"), *flags, *tree, *own],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,

@@ -134,6 +134,16 @@ def test_the_rank_by_energy(workdir, run):
     assert not (workdir / "runs" / "energy" / "training").exists()
 
 
+def test_more_energy_than_two_factors_can_keep(workdir, run):
+    """The largest rank that saves weights is taken, and said; the work before it is not lost."""
+    code, out, error = run("--name=most", "--drafter=full", "--choose=energy", "--energy=1.0", "--distil=none")
+    assert code == 0, error
+    assert "warning: energy: 1.0 needs rank 32, whose factors are no smaller than the head; rank 29 is taken" in out
+    found = json.loads((workdir / "runs" / "most" / "compression.json").read_text())
+    assert found["stages"]["factored"]["width"] == 29
+    assert 0.9 < found["energy"] < 1
+
+
 def test_the_rank_by_predicted_throughput(workdir, run):
     code, out, error = run("--name=fast", "--drafter=full", "--choose=throughput", "--distil=none")
     assert code == 0, error

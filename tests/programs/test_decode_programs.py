@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
-    """A tiny target; a drafter that shares enough of it to be accepted now and then; one that never is."""
+    """A tiny target; a drafter that shares enough of it to be accepted now and then; one that never is; one of other layers."""
     folder = tmp_path_factory.mktemp("lossless")
     tiny_model().save_pretrained(folder / "target")
     tiny_tokenizer().save_pretrained(folder / "target")
@@ -38,6 +38,9 @@ def workdir(tmp_path_factory):
     save_drafter(folder / "low", low, target, "", {}, torch.float32)
     torch.nn.init.zeros_(useful.norm.weight)  # all logits equal: token 0 always
     save_drafter(folder / "useless", useful, target, "", {}, torch.float32)
+    other = TargetModel.load(str(folder / "target"), dtype=torch.float32, tap_layers=(1, 3, 6))
+    odd = new_drafter(other, DrafterConfig(), HeadConfig("full", init="svd"))
+    save_drafter(folder / "odd", odd, other, "", {}, torch.float32)
     rows = [{"turns": [f"Write {i} words about the sea."]} for i in range(6)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -64,6 +67,18 @@ def test_a_lossless_pair_passes(workdir):
         assert set(result["results"][dtype]) == sides
     assert all(side["match_rate"] == 1 for side in result["results"]["float32"].values())
     assert result["results"]["float32"]["all/fixed"]["tau"] > 1
+
+
+def test_a_drafter_of_other_layers_is_checked_and_measured(workdir):
+    """The programs load the target with the layers that the drafter's config.json names."""
+    done = lossless(workdir, "--drafter=odd", "--quick", "--dtypes", "float32")
+    assert "float32, all/fixed: 100% of 2 outputs equal" in done.stdout, done.stderr
+    (workdir / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    flags = ("--drafters", "odd", "--tasks", "qa", "--output=odd-bench", "--repeats=1")
+    done = bench(workdir, *flags)
+    assert done.returncode == 0, done.stderr
+    lines = map(json.loads, (workdir / "odd-bench" / "results.jsonl").read_text().splitlines())
+    assert [line["name"] for line in lines] == ["target alone", "odd/all/fixed"]
 
 
 def test_zero_acceptance_is_a_break(workdir):
@@ -262,6 +277,10 @@ def test_the_benchmark_with_int8_heads(workdir):
         ),
         (["--drafters", "useful", "--tasks", "poems", "--prompts=prompts.jsonl"], "tasks: got poems, allowed: other"),
         (["--drafters", "nowhere"], "has no config.json"),
+        (
+            ["--drafters", "useful", "odd", "--prompts=prompts.jsonl"],
+            "drafters: odd reads the target's layers (1, 3, 6), allowed: (2, 4, 5), those of useful",
+        ),
     ],
 )
 def test_bad_input_of_the_benchmark(workdir, flags, message):

@@ -47,7 +47,7 @@ def make_drafters(folder):
 
     config = json.loads((folder / "good" / "config.json").read_text())
     spoil("cut", "model.safetensors", (folder / "good" / "model.safetensors").read_bytes()[:500])
-    spoil("no_width", "config.json", config | {"drafter": {"hidden_size": 32}})
+    spoil("no_width", "config.json", config | {"drafter": {"hidden_size": 32, "tap_layers": [2, 4, 5]}})
     spoil("negative", "config.json", config | {"drafter": config["drafter"] | {"intermediate_size": -5}})
     spoil("no_angle", "config.json", config | {"drafter": config["drafter"] | {"rope_parameters": {}}})
     spoil("no_dtype", "config.json", config | {"dtype": "float7"})

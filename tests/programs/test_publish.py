@@ -3,22 +3,30 @@
 import importlib.util
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from fake_hub import TOKEN, FakeHub
 
+from specdraft import cli, summary
 from specdraft.config import UserError, parse_config
+from specdraft.data.vocab import VocabMap
+from specdraft.export import origin as origin_module
+from specdraft.export.card import Publication, model_card
 from specdraft.export.formats import import_drafter
-from specdraft.models.checkpoint import save_drafter
+from specdraft.export.origin import find_origin
+from specdraft.models.checkpoint import read_taps, save_drafter
 from specdraft.models.heads import HeadConfig
 from specdraft.models.initialise import DrafterConfig, new_drafter
 from specdraft.models.target import TargetModel
-from specdraft.testing import tiny_model, tiny_tokenizer
+from specdraft.testing import TINY_VOCAB, tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
 FOLDER_FILES = {"README.md", "config.json", "model.safetensors", "provenance.json"}
@@ -33,6 +41,7 @@ def load_program(name):
 
 
 PUBLISH, IMPORT = load_program("publish"), load_program("import_drafter")
+TRIM = load_program("trim_head")
 DRIVER = """
 import sys, time
 time.sleep = lambda seconds: None  # the client waits between its tries
@@ -58,7 +67,7 @@ def workdir(tmp_path_factory):
     drafter = new_drafter(target, DrafterConfig(), HeadConfig(rank=6, init="svd"))
     run = {"name": "tiny", "prompts": "builtin", "train": {"epochs": 3}}
     save_drafter(folder / "run" / "drafter", drafter, target, "", run)
-    (folder / "run" / "summary.json").write_text(json.dumps(SUMMARY))
+    (folder / "run" / "summary.json").write_text(json.dumps(SUMMARY | summary.sizes(drafter)))
     return folder
 
 
@@ -178,6 +187,104 @@ def test_dry_run_writes_the_folder_and_uploads_nothing(kind, workdir, capsys):
     assert json.loads((folder / "provenance.json").read_text())["run"]["train"] == {"epochs": 3}
 
 
+@pytest.mark.parametrize("format", ["eagle3", "speculators", "sglang", "specdraft"])
+def test_the_commands_of_a_card_say_all_that_they_need(format, workdir):
+    """The branch, the target, and how a folder counts layers where nothing in it says so; our own programs take their flags."""
+    flags = [f"--format={format}", "--revision=other"]
+    run_main(PUBLISH, "PublishConfig", *publish_flags(workdir, f"commands-{format}", *flags))
+    card = (workdir / f"commands-{format}" / "README.md").read_text()
+    own = [shlex.split(line) for line in card.splitlines() if line.startswith("specdraft ")]
+    assert {words[1] for words in own} == {"import-drafter", "publish"}
+    for _, name, *words in own:
+        assert name in cli.programs()
+        module, kind = {"publish": (PUBLISH, "PublishConfig"), "import-drafter": (IMPORT, "ImportConfig")}[name]
+        config = parse_config(module[kind], words)
+        assert config.target == "org/target"
+        if name == "import-drafter":
+            ids = {"eagle3": "vllm", "sglang": "sglang"}.get(format, "auto")
+            assert (config.revision, config.layer_ids) == ("other", ids)
+    assert ("--speculative-draft-model-revision other" in card) == (format == "sglang")
+
+
+def test_another_drafters_summary_is_not_taken_for_this_ones(workdir, capsys):
+    """recipes/trim_head.py may write beside the summary of the drafter that it trims."""
+    target = TargetModel.load(str(workdir / "target"), dtype=torch.float32)
+    drafter = new_drafter(target, DrafterConfig(), HeadConfig(rank=5, init="svd"))
+    save_drafter(workdir / "run" / "smaller", drafter, target, "", {})
+    flags = publish_flags(workdir, "smaller", f"--drafter={workdir / 'run' / 'smaller'}")
+    run_main(PUBLISH, "PublishConfig", *flags)
+    assert "summary.json of this drafter: the card will say that nothing was measured" in capsys.readouterr().out
+    assert "Not measured." in (workdir / "smaller" / "README.md").read_text()
+    with pytest.raises(UserError, match="is of another drafter, by its head and size"):
+        run_main(PUBLISH, "PublishConfig", *flags, f"--summary={workdir / 'run' / 'summary.json'}")
+
+
+def test_a_drafter_in_a_folder_of_any_name_needs_no_repository(workdir):
+    (workdir / "my first run").mkdir()
+    (workdir / "my first run" / "drafter").symlink_to(workdir / "run" / "drafter")
+    flags = [f"--drafter={workdir / 'my first run' / 'drafter'}", "--repo="]
+    run_main(PUBLISH, "PublishConfig", *publish_flags(workdir, "spaces", *flags))
+    assert (workdir / "spaces" / "README.md").exists()
+
+
+def test_the_snippet_of_a_new_drafters_card_runs(workdir, capsys):
+    target = TargetModel.load(str(workdir / "target"), dtype=torch.float32)
+    card = summary.model_card({"target": str(workdir / "target"), "prompts": "builtin"}, target, SUMMARY)
+    (snippet,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
+    exec(snippet.replace("<this folder>", str(workdir / "run" / "drafter")), {})
+    assert capsys.readouterr().out.strip()
+
+
+# --- where the target comes from -------------------------------------------------------------------------------------
+
+
+def hub_that_says(monkeypatch, **header):
+    card = SimpleNamespace(to_dict=lambda: header)
+    monkeypatch.setattr(origin_module, "model_info", lambda *_, **__: SimpleNamespace(card_data=card, sha="abc123"))
+
+
+@pytest.mark.parametrize(
+    ("name", "hub", "license", "quantisation"),
+    [
+        ("default", "HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0", "Q4_1"),
+        ("gemma-3-270m", "google/gemma-3-270m", "gemma", "Q4_K_M"),
+    ],
+)
+def test_a_packaged_target_is_not_the_hubs_own_weights(name, hub, license, quantisation, workdir):
+    """The card says so, and its commands name the weights that the drafter was made for."""
+    origin = find_origin(name, None, None, {})
+    assert (origin.base_model, origin.base_revision, origin.license) == (hub, None, {"license": license})
+    target = TargetModel.load(str(workdir / "target"), dtype=torch.float32)
+    drafter = new_drafter(target, DrafterConfig(), HeadConfig(rank=6, init="svd"))
+    card = model_card(Publication("me/d", "main", "sglang", False, origin, "", {}, {}), drafter, target)
+    assert f"of a {quantisation} GGUF of it, dequantised: `--target {name}` of this library." in card
+    assert f"--target {name} --layer-ids sglang" in card
+    assert f"--target {name} --format eagle3" in card
+    assert f"--model-path {hub} " in card
+
+
+def test_the_commit_of_the_target_on_the_hub(monkeypatch):
+    hub_that_says(monkeypatch, license="mit")
+    assert find_origin("org/target", None, None, {}).base_revision == "abc123"
+    assert find_origin("org/target", None, "v1", {}).base_revision == "v1"
+    assert find_origin("org/target", "org/other", None, {}).base_revision is None
+    assert find_origin("HuggingFaceTB/SmolLM2-135M-Instruct", None, None, {}).base_revision == "abc123"
+
+
+def test_a_licence_of_its_own_has_a_name_and_a_link(monkeypatch):
+    own = {"license": "other", "license_name": "own-terms", "license_link": "LICENSE"}
+    hub_that_says(monkeypatch, **own)
+    link = "https://huggingface.co/org/target/blob/main/LICENSE"
+    assert find_origin("org/target", None, None, {}).license == own | {"license_link": link}
+    given = {"license": "other", "license_name": "n", "license_link": "https://x.y"}
+    assert find_origin("org/target", None, None, given).license == given
+    with pytest.raises(UserError, match="license: got other, which needs a name and a link; give --license-link"):
+        find_origin("org/target", None, None, given | {"license_link": None})
+    hub_that_says(monkeypatch, license="other")
+    with pytest.raises(UserError, match="give --license-name and --license-link"):
+        find_origin("org/target", None, None, {})
+
+
 def test_what_was_published_can_be_imported(workdir, capsys):
     run_main(PUBLISH, "PublishConfig", *publish_flags(workdir, "again", "--format=sglang"))
     flags = [f"--source={workdir / 'again'}", f"--target={workdir / 'target'}", f"--output={workdir / 'imported'}"]
@@ -186,6 +293,20 @@ def test_what_was_published_can_be_imported(workdir, capsys):
     assert "not measured here" in (workdir / "imported" / "README.md").read_text()
     with pytest.raises(UserError, match="exists; give a new folder"):
         run_main(IMPORT, "ImportConfig", *flags)
+
+
+def test_a_drafter_of_other_layers_is_trimmed_and_published(workdir, capsys):
+    """Neither program is told which layers: config.json says it."""
+    target = TargetModel.load(str(workdir / "target"), dtype=torch.float32, tap_layers=(1, 3, 6))
+    drafter = new_drafter(target, DrafterConfig(), HeadConfig("full", init="svd"))
+    save_drafter(workdir / "other" / "drafter", drafter, target, "", {})
+    VocabMap(torch.arange(TINY_VOCAB - 20), TINY_VOCAB).save(workdir / "v.safetensors")
+    cut = workdir / "cut" / "drafter"
+    flags = [f"--drafter={workdir / 'other' / 'drafter'}", f"--target={workdir / 'target'}"]
+    run_main(TRIM, "TrimConfig", *flags, f"--vocab={workdir / 'v.safetensors'}", f"--output={cut}")
+    assert read_taps(cut) == (1, 3, 6)
+    run_main(PUBLISH, "PublishConfig", *publish_flags(workdir, "taps", f"--drafter={cut}"))
+    assert "| 1, 3, 6 |" in (workdir / "taps" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -300,6 +421,16 @@ def test_a_push_that_fails_says_what_is_there(step, failure, what, state, hub, w
     assert "Traceback" not in done.stderr
     files = hub.repos.get("me/drafter", {"branches": {"main": {}}})["branches"]["main"]
     assert set(files) == (FOLDER_FILES if failure == "cut after" else set())
+
+
+@pytest.mark.parametrize(("step", "failure"), [("branch", "cut after"), ("revision", 503)])
+def test_a_branch_of_an_existing_repository_may_have_been_made(step, failure, hub, workdir):
+    hub.repos["me/drafter"] = {"private": False, "branches": {"main": {}}, "commits": 1}
+    hub.fail[step] = failure
+    done = push(hub, workdir, revision="new")
+    assert "the branch new may have been made, no file was changed" in done.stderr
+    assert "nothing was changed" not in done.stderr
+    assert "new" in hub.repos["me/drafter"]["branches"]
 
 
 def test_when_nobody_can_tell_it_says_so(hub, workdir):

@@ -139,6 +139,44 @@ def test_other_servers(kind, server, tau, workdir, serve, capsys):
     assert (found["server"], found["tau"]) == (server, tau)
 
 
+def test_what_sglang_gives_is_no_tau_of_these_requests(workdir, serve, capsys):
+    """A gauge: an average of the server's own, which cannot be taken before and after."""
+    run(workdir, serve("sglang").url, "--json=True")
+    lines = capsys.readouterr().out.splitlines()
+    assert "tau 1.75 tokens a verify round (SGLang's own average, not of these requests alone)" in lines[1]
+    assert json.loads(lines[-1])["tau_is"] == "SGLang's own average, not of these requests alone"
+
+
+def test_sampled_texts_are_not_compared(workdir, serve, capsys):
+    server, flags = serve("vllm"), ["--temperature=0.7", "--json=True"]
+    run(workdir, server.url, *flags, f"--output={workdir / 'sampled.json'}")
+    capsys.readouterr()
+    run(workdir, server.url, *flags, f"--baseline={workdir / 'sampled.json'}")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].endswith("x over the baseline")
+    assert json.loads(lines[-1])["match_rate"] is None
+
+
+def test_a_baseline_of_other_prompts_is_refused(workdir, serve):
+    """As many, and as many texts."""
+    server = serve("vllm")
+    run(workdir, server.url, f"--output={workdir / 'mine.json'}")
+    rows = [{"turns": [f"Sing {i} songs of the wind."]} for i in range(5)]
+    (workdir / "others.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    seen = len(server.seen)
+    with pytest.raises(UserError, match=r"was run with other prompts .*; give both the same --prompts and --target"):
+        run(workdir, server.url, f"--prompts={workdir / 'others.jsonl'}", f"--baseline={workdir / 'mine.json'}")
+    assert len(server.seen) == seen
+
+
+def test_every_packaged_target_has_a_tokenizer(workdir, monkeypatch, serve):
+    asked = []
+    monkeypatch.setitem(PROGRAM, "packaged_target", lambda name: asked.append(name) or workdir / "target")
+    for name in ("default", "gemma-3-270m"):
+        run(workdir, serve("vllm").url, f"--target={name}")
+    assert asked == ["default", "gemma-3-270m"]
+
+
 @pytest.mark.parametrize(
     ("fault", "flags", "message"),
     [
@@ -172,6 +210,7 @@ def test_faults_are_one_line(fault, flags, message, workdir, serve):
 BASELINE = {
     "texts": ["a"] * 5,
     "tokens_per_second": 1.0,
+    "prompts": "0" * 16,
     "config": {"max_new_tokens": 128, "temperature": 0.0, "concurrency": 1},
 }
 

@@ -126,6 +126,8 @@ def test_the_settings_of_an_eagle3_folder(target, tmp_path):
     assert (settings["model_type"], settings["num_hidden_layers"]) == ("llama", 1)
     assert (settings["vocab_size"], settings["draft_vocab_size"]) == (TINY_VOCAB, TRIMMED)
     assert settings["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [2, 4, 5], "use_aux_hidden_state": True}
+    assert settings["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5], "newer versions of vLLM look here"
+    assert "num_aux_hidden_states" not in settings
     assert settings["target_hidden_size"] == target.hidden_size  # vLLM multiplies by it: never null
     assert settings["tie_word_embeddings"] is False
     assert (settings["bos_token_id"], settings["eos_token_id"], settings["pad_token_id"]) == (1, 2, 0)
@@ -160,6 +162,8 @@ def test_more_taps_than_three(tmp_path):
     settings, tensors = read(tmp_path / "speculators")
     assert settings["transformer_layer_config"]["num_aux_hidden_states"] == 4
     assert tensors["fc.weight"].shape == (target.hidden_size, 4 * target.hidden_size)
+    assert read(tmp_path / "eagle3")[0]["num_aux_hidden_states"] == 4
+    assert read(tmp_path / "sglang")[0]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 3, 5]
     assert folder_taps(tmp_path / "eagle3", 8) == (1, 2, 4, 6)
     with pytest.raises(
         UserError,
@@ -284,9 +288,28 @@ def test_layer_ids_in_both_conventions(target, tmp_path, caplog):
     with pytest.raises(UserError, match=r"reads the target's layers \(1, 3, 4\)"):
         import_eagle3(tmp_path / "out", target, layer_ids="vllm")
     settings = read(tmp_path / "out")[0]
-    del settings["eagle_config"]  # SafeAILab's own folders have none
+    del settings["eagle_config"], settings["eagle_aux_hidden_state_layer_ids"]  # SafeAILab's own folders have none
+    settings["architectures"] = ["LlamaForCausalLM"]  # and this
     (tmp_path / "out" / "config.json").write_text(json.dumps(settings))
-    assert import_eagle3(tmp_path / "out", target).config.tap_layers == (2, 4, 5)
+    assert import_drafter(tmp_path / "out", target).config.tap_layers == (2, 4, 5)
+
+
+def test_the_class_that_speculators_converter_names_is_not_run(target, tmp_path):
+    """Its folders have an auto_map, which is nobody's code but its own, and none is run here."""
+    drafter = make_drafter(target, "full")
+    export_speculators(drafter, target, tmp_path / "out")
+    rewrite(tmp_path / "out", {"auto_map": {"": "eagle3.Eagle3SpeculatorConfig"}})
+    assert compare(drafter, import_drafter(tmp_path / "out", target), target, torch.bfloat16) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["eagle3", "speculators"])
+def test_a_target_that_turns_a_part_of_its_heads(name, target, tmp_path):
+    """Our layer turns the whole; a folder never says otherwise, not even one of a checkpoint that took the target's factor over."""
+    drafter = make_drafter(target, "full")
+    drafter.config.rope_parameters = {**drafter.config.rope_parameters, "partial_rotary_factor": 0.5}
+    EXPORTS[name](drafter, target, tmp_path / "out")
+    assert "partial_rotary_factor" not in (tmp_path / "out" / "config.json").read_text()
+    assert compare(drafter, import_drafter(tmp_path / "out", target), target, torch.bfloat16) < 1e-6
 
 
 @pytest.mark.parametrize("flag", ["norm_before_residual", "norm_before_fc"])
@@ -313,7 +336,12 @@ def test_an_imported_drafter_becomes_a_checkpoint_of_ours(kind, target, tmp_path
 
 
 BAD_SETTINGS = [
-    ({"architectures": ["LlamaForCausalLM"]}, "architectures ['LlamaForCausalLM'], allowed: an EAGLE-3 drafter"),
+    (
+        {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": None},
+        "architectures ['LlamaForCausalLM'], allowed: an EAGLE-3 drafter",
+    ),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, allowed: 1"),
+    ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25"),
     ({"auto_map": {"AutoModel": "x.Y"}}, "asks for code of its own"),
     ({"hidden_size": 64}, "hidden_size 64, the target"),
     ({"vocab_size": 999}, "vocab_size 999, the target"),

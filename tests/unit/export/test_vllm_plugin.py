@@ -53,6 +53,15 @@ def test_the_model_is_where_it_is_said_to_be():
     assert name in {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
+def test_its_head_has_the_weight_that_newer_versions_look_at():
+    """Without it they fail on `draft_model.lm_head.weight`."""
+    tree = ast.parse((ROOT / "specdraft" / "export" / "vllm_model.py").read_text())
+    (head,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "LowRankLMHead"]
+    (weight,) = [node for node in head.body if isinstance(node, ast.FunctionDef) and node.name == "weight"]
+    assert [ast.unparse(mark) for mark in weight.decorator_list] == ["property"]
+    assert ast.unparse(weight.body[-1]) == "return self.up.weight"
+
+
 def test_nothing_is_imported_before_vllm_asks():
     """vLLM loads every plugin in every process."""
     tree = ast.parse(inspect.getsource(vllm_plugin))

@@ -21,7 +21,14 @@ from specdraft.models.heads import (
     energy_rank,
     largest_rank,
 )
-from specdraft.models.initialise import DrafterConfig, factored_copy, new_drafter, trimmed_copy, warm_start
+from specdraft.models.initialise import (
+    DrafterConfig,
+    eagle3_config,
+    factored_copy,
+    new_drafter,
+    trimmed_copy,
+    warm_start,
+)
 from specdraft.testing import TINY_VOCAB, tiny_target
 
 KEPT = VocabMap(torch.arange(1, TINY_VOCAB, 2).flip(0), TINY_VOCAB)  # neither ascending nor the first ids
@@ -202,9 +209,54 @@ def test_warm_start_takes_everything_over_or_refuses(target):
         warm_start(make_drafter(target, "lowrank"), make_drafter(target, "full"), "warm_start x")
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("norm_output", True, "has norm_output True, expected False; set drafter.norm_output to True"),
+        (
+            "norm_before_residual",
+            True,
+            "has norm_before_residual True, expected False; set drafter.norm_before_residual",
+        ),
+        ("fc_norm", True, "has fc_norm True, expected False; set drafter.fc_norm to True"),
+        ("rms_norm_eps", 0.5, "has rms_norm_eps 0.5, expected 1e-06; give a drafter that has the target's"),
+        ("num_attention_heads", 2, "has num_attention_heads 2, expected 4"),
+        (
+            "rope_parameters",
+            {"rope_type": "default", "rope_theta": 5e5},
+            "has rope_parameters {'rope_type': 'default', 'rope_",
+        ),
+    ],
+)
+def test_warm_start_refuses_what_no_tensor_tells_of(field, value, message, target):
+    """It would become another model without a word; a rotary scheme that is written otherwise is no other one."""
+    trained, drafter = make_drafter(target, "full", seed=1), make_drafter(target, "full")
+    before = drafter.fc.weight.clone()
+    trained.config = replace(trained.config, **{field: value})
+    with pytest.raises(UserError) as caught:
+        warm_start(drafter, trained, "warm_start x")
+    assert message in str(caught.value)
+    assert torch.equal(drafter.fc.weight, before)
+    rope = {"rope_type": "linear", "factor": 1.0, "rope_theta": target.hf_config.rope_parameters["rope_theta"]}
+    trained.config = replace(drafter.config, rope_parameters=rope)
+    warm_start(drafter, trained, "warm_start x")
+
+
 def test_old_checkpoints_with_a_size_beside_another_head_still_load(target, tmp_path):
     """config.json of earlier versions names vocab_size 8192 for every head."""
     drafter = make_drafter(target, "lowrank")
     drafter.config = replace(drafter.config, head=replace(drafter.config.head, vocab_size=8192))
     save_drafter(tmp_path / "d", drafter, target, "# card", {})
     assert load_drafter(tmp_path / "d", target).lm_head.vocab_map is None
+
+
+def test_a_target_that_turns_a_part_of_its_heads():
+    """The drafter's layer turns the whole, and says so to engines; a scheme whose numbers are for that part is refused."""
+    target = tiny_target()
+    config = DrafterConfig(), HeadConfig("full")
+    rope = target.hf_config.rope_parameters
+    target.hf_config.rope_parameters = {**rope, "partial_rotary_factor": 0.5}
+    assert "partial_rotary_factor" not in eagle3_config(target, *config).rope_parameters
+    target.hf_config.rope_parameters = {**rope, "rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}
+    with pytest.raises(UserError, match=r"rotary scheme linear with partial_rotary_factor 0.5, allowed: 1"):
+        eagle3_config(target, *config)
