@@ -154,7 +154,8 @@ def unit_path(run: Run, how: tuple[float, int], task: str, repeat: int) -> Path:
     """Named by all that the times and tokens in it depend on."""
     what = [entry.what for entry in run.cells[how].values()]
     inputs = [request.input_ids for request in run.of_task(task)]
-    setting = [how, run.config.max_new_tokens, run.config.seed, run.target.hash, str(run.target.dtype), machine()]
+    target = [run.target.hash, run.target.precision, str(run.target.device)]
+    setting = [how, run.config.max_new_tokens, run.config.seed, *target, machine()]
     shown = re.sub(r"[^\w.-]+", "_", task)[:60]  # whoever wrote the prompts named it
     name = f"{shown}-T{how[0]}-B{how[1]}-{hash_json([what, inputs, setting])}-{repeat}.json"
     return run.config.output / "raw" / name

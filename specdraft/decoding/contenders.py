@@ -287,8 +287,8 @@ def costs_of(
     measuring: CostConfig,
 ) -> tuple[CostTable, list[float]]:
     """T_draft(k) and T_verify(k+1), and the acceptance that was seen: from disk if they were measured before (same contender,
-    target, dtype, machine, threads), or measured now."""
-    identity = [what, target.hash, target.precision, machine(), temperature, settings.most]
+    target, dtype, device, machine, threads), or measured now."""
+    identity = [what, target.hash, target.precision, str(target.device), machine(), temperature, settings.most]
     identity += [measuring.prompts, measuring.max_new_tokens, measuring.seed]
     folder = measuring.folder / hash_json(identity)
     if not (folder / "acceptance.json").exists():

@@ -1,5 +1,6 @@
 """eval/lossless.py, eval/bench.py and benchmarks/decode.py as users run them, on a tiny pair."""
 
+import copy
 import itertools
 import json
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from specdraft.decoding.bench import Request
 from specdraft.decoding.check import GreedyCheck
 from specdraft.decoding.length_policies import LENGTH_POLICIES
 from specdraft.decoding.vocab_policies import VOCAB_POLICIES
@@ -18,7 +20,7 @@ from specdraft.models.checkpoint import save_drafter
 from specdraft.models.heads import HeadConfig
 from specdraft.models.initialise import DrafterConfig, new_drafter
 from specdraft.models.target import TargetModel
-from specdraft.testing import tiny_model, tiny_tokenizer
+from specdraft.testing import tiny_model, tiny_target, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -161,6 +163,19 @@ def test_the_benchmark(workdir):
     assert again.stdout.count("contenders\n") == 1
     assert {path for path in raw if path.stat().st_mtime_ns != raw[path]} == {removed}
     assert len(read_results(workdir)) == len(lines)
+
+
+def test_a_measurement_is_that_of_its_device_and_precision():
+    """Whoever runs the same command on a GPU does not get the CPU's times."""
+    program = runpy.run_path(str(ROOT / "eval" / "bench.py"))
+    here, requests = tiny_target(), [Request("q1", "qa", [1, 2])]
+    elsewhere, rounded = copy.copy(here), copy.copy(here)
+    elsewhere.device, rounded.step_dtype = torch.device("meta"), torch.bfloat16
+    runs = [
+        program["Run"](program["BenchConfig"](), target, requests, 0, {(0.0, 1): {}})
+        for target in (here, elsewhere, rounded)
+    ]
+    assert len({program["unit_path"](run, (0.0, 1), "qa", 0) for run in runs}) == 3
 
 
 def test_the_benchmark_at_temperature_1_in_batches(workdir):

@@ -1,5 +1,6 @@
 """Requests, contenders and one cell of a benchmark, on tiny pairs; eval/bench.py itself is in tests/programs."""
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -316,6 +317,10 @@ def test_costs_are_measured_once_for_a_contender(target, tmp_path, monkeypatch):
     assert len(measured) == 2
     contenders.costs_of(target, side, {"drafter": "a"}, settings, 1.0, measuring)
     assert [options["temperature"] for options in measured] == [0.0, 0.0, 1.0]
+    elsewhere = copy.copy(target)
+    elsewhere.device = torch.device("meta")
+    contenders.costs_of(elsewhere, side, {"drafter": "a"}, settings, 1.0, measuring)
+    assert len(measured) == 4
 
 
 def test_without_a_full_head_nothing_is_compared_with_one(target, tmp_path, monkeypatch):
