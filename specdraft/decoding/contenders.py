@@ -143,8 +143,14 @@ def length_policy(
         "entropy": lambda: EntropyController(costs),
         "expected_speedup": lambda: ExpectedSpeedup(costs, acceptance),
     }
-    settings = {"fixed": {"tokens": config.drafted}, "heuristic": {"start": config.drafted, **most}}.get(name, most)
-    return simple[name](), settings
+    measured = {**most, "costs": hash_json([asdict(costs), list(acceptance)])}  # other costs are other decisions
+    settings = {
+        "fixed": {"tokens": config.drafted},
+        "heuristic": {"start": config.drafted, **most},
+        "entropy": measured,
+        "expected_speedup": measured,
+    }
+    return simple[name](), settings.get(name, most)
 
 
 @dataclass
@@ -192,6 +198,7 @@ def make_entries(
     frequency = None
     if set(vocab) & set(NEEDS_FREQUENCY):
         frequency = read_frequency(settings.frequency, target, settings.evospec.core)
+    read_from = {name: {"frequency": hash_file(settings.frequency)} for name in vocab if name in NEEDS_FREQUENCY}
     entries = {}
     for (place, drafter), name in itertools.product(drafters.items(), vocab):
         shapes = trees if isinstance(drafter, Eagle3Drafter) else [CHAIN] if CHAIN in trees and batch == 1 else []
@@ -200,7 +207,8 @@ def make_entries(
         policy, made_with = vocab_policy(name, drafter.lm_head, target, settings, frequency)
         rows = [policy]
         rows += [vocab_policy(name, drafter.lm_head, target, settings, frequency, policy)[0] for _ in range(1, batch)]
-        what = {"drafter": place, "hash": hashes[place], **_made_of(drafter), "vocab": {"policy": name, **made_with}}
+        vocabulary = {"policy": name, **made_with, **read_from.get(name, {})}
+        what = {"drafter": place, "hash": hashes[place], **_made_of(drafter), "vocab": vocabulary}
         costs, acceptance = costs_of(target, Contender(drafter, None, policy), what, settings, temperature, measuring)
         for stop in length if CHAIN in shapes else ():
             made = [length_policy(stop, settings, costs, acceptance, temperature) for _ in rows]

@@ -258,6 +258,30 @@ def test_every_policy_can_be_had_by_name(target, tmp_path, monkeypatch):
         assert entries["full/all/libraspec"].what["length"]["retreats"] == (temperature == 0)
 
 
+@pytest.mark.parametrize(
+    ("change", "changed"),
+    [("frequency", {"frequency/fixed", "frequency/entropy"}), ("costs", {"all/entropy", "frequency/entropy"})],
+)
+def test_a_contender_is_named_by_the_files_that_it_decides_by(target, tmp_path, monkeypatch, change, changed):
+    """What lies on disk for it is then not taken for that of another file, or of costs that were measured again."""
+    costs, path = [COSTS], write_answers(tmp_path / "answers.jsonl")
+    monkeypatch.setattr(contenders, "measure_costs", lambda *args, **options: (costs[0], [0.5]))
+
+    def found(folder):
+        drafter, measuring = {"a": drafter_of(target, "full")}, CostConfig(tmp_path / folder, [[1, 2]])
+        names = (["all", "frequency"], ["fixed", "entropy"], ["chain"])
+        return make_entries(target, drafter, {"a": "1"}, *names, PolicyConfig(path, 50, most=4), 0.0, 1, measuring)
+
+    before, again = found("one"), found("two")
+    assert [entry.what for entry in before.values()] == [entry.what for entry in again.values()]
+    if change == "frequency":
+        write_answers(path, count=7)
+    else:
+        costs[0] = dataclasses.replace(COSTS, alone=2.0)
+    after = found("three")
+    assert {name for name in before if before[name].what != after[name].what} == {f"a/{name}" for name in changed}
+
+
 def test_the_target_that_drafts_for_itself_is_a_contender(tmp_path, monkeypatch):
     """Chains of one request; no trained drafter is compared with its head, but its own live vocabularies are."""
     monkeypatch.setattr(contenders, "measure_costs", lambda *args, **options: (COSTS, [0.5]))
