@@ -35,6 +35,7 @@ from specdraft.decoding.contenders import (
 )
 from specdraft.decoding.measure import BUSY, TARGET_ALONE
 from specdraft.decoding.sampling import Sampling
+from specdraft.decoding.vocab_policies import VocabPolicy
 from specdraft.models.heads import HeadDtype
 from specdraft.models.target import TargetModel
 from specdraft.provenance import hash_json, machine, provenance, read_json, require_writable, write_json
@@ -129,8 +130,9 @@ def prepare(config: BenchConfig, prompts: list[Prompt]) -> Run:
     given = bench.cost_prompts(target, requests, config.cost_prompts, config.cost_tokens)
     measuring = CostConfig(config.output / "costs", given, config.cost_tokens, config.seed)
     names = (config.vocab, config.length, config.trees)
+    known: dict[tuple[str, str], list[VocabPolicy]] = {}  # cells run one by one, so that all can use the same ones
     cells = {
-        how: make_entries(target, drafters, hashes, *names, config.policies, *how, measuring)
+        how: make_entries(target, drafters, hashes, *names, config.policies, *how, measuring, known)
         for how in itertools.product(config.temperatures, config.batches)
     }
     for batch in sorted({how[1] for how, entries in cells.items() if not entries}):

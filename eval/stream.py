@@ -147,7 +147,7 @@ def make_ways(config: StreamConfig, target: TargetModel) -> tuple[dict[str, stre
             learners[name] = OnlineAlignment(drafter, target.vocab_size, online)
             if config.sessions is not None:
                 load_session(learners[name], config.sessions / name)
-        policy, _ = vocab_policy(vocabulary, drafter.lm_head, target, config.policies, frequency)
+        policy = vocab_policy(vocabulary, drafter.lm_head, target, config.policies, frequency)
         contender = Contender(drafter, Fixed(config.policies.drafted), policy)
         learner = learners.get(name)
         ways[name] = stream.Way(contender) if learner is None else stream.Way(contender, learner, learner.counts)

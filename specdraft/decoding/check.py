@@ -61,7 +61,7 @@ def policies_to_check(
     )
     vocabularies = [name for name in VOCAB_POLICIES if name != "evospec" or with_evospec]
     frequency = Frequency(list(range(target.vocab_size)), None)
-    made = {name: vocab_policy(name, drafter.lm_head, target, settings, frequency)[0] for name in vocabularies}
+    made = {name: vocab_policy(name, drafter.lm_head, target, settings, frequency) for name in vocabularies}
     sides = {}
     for vocab in vocabularies:
         for length in LENGTH_POLICIES:

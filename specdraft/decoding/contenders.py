@@ -100,20 +100,18 @@ def vocab_policy(
     config: PolicyConfig,
     frequency: Frequency | None,
     like: VocabPolicy | None = None,
-) -> tuple[VocabPolicy, dict[str, Any]]:
-    """The policy of that name, and its settings.   like: one of the same name and settings for another row of a batch: what can be
-    shared is."""
+) -> VocabPolicy:
+    """The policy of that name.   like: one of the same name and settings for another row of a batch: what can be shared is."""
     if like is not None and not like.is_per_request:
-        return like, {}
+        return like
     if name == "all":
-        return AllTokens(head), {}
+        return AllTokens(head)
     if name == "nanospec":
-        settings = {"capacity": config.nanospec_capacity, "kind": config.nanospec_kind}
-        return NanoSpec(head, **settings), settings
+        return NanoSpec(head, **vocab_settings(name, config))
     assert frequency is not None
     if name == "frequency":
-        return FrequencyList(head, frequency.ids, config.frequency_size), {"size": config.frequency_size}
-    policy = EvoSpecVocabulary(
+        return FrequencyList(head, frequency.ids, **vocab_settings(name, config))
+    return EvoSpecVocabulary(
         head,
         frequency.ids,
         target.head_weight,
@@ -122,7 +120,16 @@ def vocab_policy(
         frequency.pairs,
         None if like is None else like.semantic,
     )
-    return policy, asdict(config.evospec)
+
+
+def vocab_settings(name: str, config: PolicyConfig) -> dict[str, Any]:
+    """Of the policy of that name."""
+    settings = {
+        "nanospec": {"capacity": config.nanospec_capacity, "kind": config.nanospec_kind},
+        "frequency": {"size": config.frequency_size},
+        "evospec": asdict(config.evospec),
+    }
+    return settings.get(name, {})
 
 
 def length_policy(
@@ -185,10 +192,12 @@ def make_entries(
     temperature: float,
     batch: int,
     measuring: CostConfig,
+    known: dict[tuple[str, str], list[VocabPolicy]] | None = None,
 ) -> dict[str, Entry]:
     """Every contender at one temperature and batch size: chains named drafter/vocabulary/length, trees drafter/vocabulary/eagle2
     (as deep as they are set).   hashes: of the drafters' weights.   Costs are those of a batch of one. The target that drafts for
-    itself takes part with chains at a batch of one, and is not in the others.
+    itself takes part with chains at a batch of one, and is not in the others.   known: vocabulary policies of each drafter, by row, from
+    other cells (of the same settings), which are used again; those that are made are added.
 
     Raises:
         UserError: an unknown policy or tree, sizes that do not fit a head, no frequency list where one is needed, a draft longer
@@ -199,17 +208,20 @@ def make_entries(
     if set(vocab) & set(NEEDS_FREQUENCY):
         frequency = read_frequency(settings.frequency, target, settings.evospec.core)
     read_from = {name: {"frequency": hash_file(settings.frequency)} for name in vocab if name in NEEDS_FREQUENCY}
-    entries = {}
+    known = {} if known is None else known
+    entries: dict[str, Entry] = {}
     for (place, drafter), name in itertools.product(drafters.items(), vocab):
         shapes = trees if isinstance(drafter, Eagle3Drafter) else [CHAIN] if CHAIN in trees and batch == 1 else []
         if not shapes:
             continue
-        policy, made_with = vocab_policy(name, drafter.lm_head, target, settings, frequency)
-        rows = [policy]
-        rows += [vocab_policy(name, drafter.lm_head, target, settings, frequency, policy)[0] for _ in range(1, batch)]
-        vocabulary = {"policy": name, **made_with, **read_from.get(name, {})}
+        policies = known.setdefault((place, name), [])
+        while len(policies) < batch:
+            like = policies[0] if policies else None
+            policies.append(vocab_policy(name, drafter.lm_head, target, settings, frequency, like))
+        rows = policies[:batch]
+        vocabulary = {"policy": name, **vocab_settings(name, settings), **read_from.get(name, {})}
         what = {"drafter": place, "hash": hashes[place], **_made_of(drafter), "vocab": vocabulary}
-        costs, acceptance = costs_of(target, Contender(drafter, None, policy), what, settings, temperature, measuring)
+        costs, acceptance = costs_of(target, Contender(drafter, None, rows[0]), what, settings, temperature, measuring)
         for stop in length if CHAIN in shapes else ():
             made = [length_policy(stop, settings, costs, acceptance, temperature) for _ in rows]
             side = Side([Contender(drafter, lengths, own) for (lengths, _), own in zip(made, rows, strict=True)])

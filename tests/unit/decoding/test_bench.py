@@ -13,7 +13,7 @@ from specdraft.config import UserError
 from specdraft.data.chat import AnswerRow, render_prompt
 from specdraft.data.tasks import Prompt
 from specdraft.data.vocab import VocabMap, required_ids
-from specdraft.decoding import bench, contenders
+from specdraft.decoding import bench, contenders, evospec
 from specdraft.decoding.contenders import CostConfig, PolicyConfig, make_entries
 from specdraft.decoding.costs import CostTable
 from specdraft.decoding.evospec import EvoSpecConfig
@@ -229,6 +229,9 @@ def test_every_policy_can_be_had_by_name(target, tmp_path, monkeypatch):
         write_answers(tmp_path / "answers.jsonl"), 50, most=4, evospec=EvoSpecConfig(core=30, tail=10)
     )
     drafters = {"full": drafter_of(target, "full"), "cut": drafter_of(target, "trimmed")}
+    made, known = [], {}
+    index = evospec.SemanticIndex
+    monkeypatch.setattr(evospec, "SemanticIndex", lambda rows: made.append(1) or index(rows))
     for temperature in (0.0, 1.0):
         entries = make_entries(
             target,
@@ -241,6 +244,7 @@ def test_every_policy_can_be_had_by_name(target, tmp_path, monkeypatch):
             temperature,
             3,
             CostConfig(tmp_path / "costs", [[1, 2, 3]]),
+            known,
         )
         assert len(entries) == 2 * len(VOCAB_POLICIES) * (len(LENGTH_POLICIES) + 1)
         for entry in entries.values():
@@ -256,6 +260,7 @@ def test_every_policy_can_be_had_by_name(target, tmp_path, monkeypatch):
         json.dumps([entry.what for entry in entries.values()])
         assert entries["full/nanospec/fixed"].what["vocab"] == {"policy": "nanospec", "capacity": 3072, "kind": "grow"}
         assert entries["full/all/libraspec"].what["length"]["retreats"] == (temperature == 0)
+    assert len(made) == 2, "one semantic index for a head, whatever the cells"
 
 
 @pytest.mark.parametrize(
