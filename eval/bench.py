@@ -38,7 +38,7 @@ from specdraft.decoding.sampling import Sampling
 from specdraft.decoding.vocab_policies import VocabPolicy
 from specdraft.models.heads import HeadDtype
 from specdraft.models.target import TargetModel
-from specdraft.provenance import hash_json, machine, provenance, read_json, require_writable, write_json
+from specdraft.provenance import hash_json, machine, read_json, require_writable, write_json
 
 
 @dataclass
@@ -182,7 +182,7 @@ def write_results(run: Run, how: tuple[float, int], tasks: list[str]) -> None:
         costs = entry.costs if entry is not None and how[1] == 1 else None  # they are those of a batch of one
         found = bench.cell_numbers(repeats, name, costs, entry and entry.full_head)
         key = hash_json([cell, config, machine()])
-        lines[key] = {"key": key, **cell, **found, "config": config, "provenance": provenance()}
+        lines[key] = {"key": key, **cell, **found, "config": config}
     bench.write_lines(path, lines.values())
 
 

@@ -152,17 +152,25 @@ def test_the_benchmark(workdir):
     for line in lines:
         assert (line["requests"], line["repeats"]) == ({"mt_bench": 2, "qa": 1, "all": 3}[line["task"]], 2)
         assert line["config"]["policies"]["most"] == 3
-        assert {"machine", "versions", "date"} <= set(line["provenance"])
+        assert [{"machine", "versions", "date"} <= set(one) for one in line["provenance"]] == [True]
 
     raw = {path: path.stat().st_mtime_ns for path in (workdir / "bench" / "raw").iterdir()}
     assert len(raw) == 2 * 2
-    removed = next(iter(raw))
+    removed, *others = raw
     removed.unlink()
+    for path in others:
+        path.write_text(path.read_text().replace(lines[0]["provenance"][0]["date"], "2001-01-01"))
+    raw = {path: path.stat().st_mtime_ns for path in others}
     again = bench(workdir, *flags)
     assert again.returncode == 0, again.stderr
     assert again.stdout.count("contenders\n") == 1
-    assert {path for path in raw if path.stat().st_mtime_ns != raw[path]} == {removed}
-    assert len(read_results(workdir)) == len(lines)
+    assert [path.stat().st_mtime_ns for path in others] == list(raw.values())
+    assert removed.exists()
+    found = read_results(workdir)
+    assert len(found) == len(lines)
+    dates = {line["task"]: {one["date"] for one in line["provenance"]} for line in found}
+    assert all("2001-01-01" in of for of in dates.values()), "a measurement keeps its date"
+    assert len(dates["all"]) == 2
 
 
 def test_a_measurement_is_that_of_its_device_and_precision():

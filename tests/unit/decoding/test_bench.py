@@ -161,6 +161,10 @@ def test_cells_are_pooled_request_by_request():
     found = bench.cell_numbers(bench.pooled(cells), "two", None, None)
     assert (found["requests"], found["repeats"]) == (5, 2)
     assert found["tokens"] == 5 * 16
+    cells[0][1]["provenance"] = [{"date": "2001-01-01"}]
+    dates = [one["date"] for one in bench.cell_numbers(bench.pooled(cells), "two", None, None)["provenance"]]
+    assert sorted(dates)[0] == "2001-01-01"
+    assert len(dates) == 2, "every one that is different, once"
 
 
 def test_a_line_that_a_killed_run_left_half_written_is_made_again(target, tmp_path):
