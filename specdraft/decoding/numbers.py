@@ -74,7 +74,7 @@ def acceptance(own: Repeats) -> dict[str, Any]:
     found = tau(traces)
     assert not rounds or abs(identity - found) < IDENTITY_ERROR, (identity, found)
     accepted = sum(r.accepted for r in rounds)
-    rejected = [r for r in drafting if r.accepted < r.drafted and r.emitted > r.accepted]
+    rejected = [r for r in drafting if r.accepted < r.depth and r.emitted > r.accepted]
     held = sum(r.is_covered for r in rejected)
     own_tokens = [r for r in rounds if r.emitted > r.accepted]
     tried = accepted + len(rejected)

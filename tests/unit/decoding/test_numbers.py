@@ -49,6 +49,14 @@ def test_coverage_counts_what_could_have_been_drafted():
     assert found["coverage_committed"] == (7 + 2) / 11
 
 
+def test_positions_of_a_tree_are_its_levels():
+    """A tree of six nodes on two levels: a path that goes down both was not rejected, and its bonus token is no miss."""
+    whole, cut = (Round(6, accepted, accepted + 1, is_covered=False, levels=2) for accepted in (2, 1))
+    found = numbers.acceptance([[trace([whole, whole, cut], 1.0)]])
+    assert (found["coverage_draft"], found["out_of_vocabulary"]) == (5 / 6, 1 / 6)
+    assert found["coverage_committed"] == 5 / 8
+
+
 def test_the_target_alone_has_no_draft_to_report():
     found = numbers.acceptance(ALONE)
     assert found["tau"] == 1
