@@ -116,6 +116,11 @@ def check(config: BenchConfig) -> None:
             f"head_dtypes: got int8 with vocab {' '.join(config.vocab)}, allowed: all; live rows are packed in the weights' own dtype"
         )
     check_drafters(config.drafters, config.policies, config.trees, config.batches)
+    if config.policies.evospec.across_requests:
+        raise UserError(
+            "policies.evospec.across_requests: got true, allowed: false, as contenders would learn from each other's requests; "
+            "measure it with eval/stream.py"
+        )
     read_results(config.output)
     require_writable(config.output, "output")
 
