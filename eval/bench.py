@@ -184,8 +184,7 @@ def write_results(run: Run, how: tuple[float, int], tasks: list[str]) -> None:
     ):
         what = {"drafter": None} if entry is None else entry.what
         cell = {"task": task, "temperature": how[0], "batch": how[1], "name": name, **what}
-        costs = entry.costs if entry is not None and how[1] == 1 else None  # they are those of a batch of one
-        found = bench.cell_numbers(repeats, name, costs, entry and entry.full_head)
+        found = bench.cell_numbers(repeats, name, entry and entry.costs, entry and entry.full_head)
         key = hash_json([cell, config, machine()])
         lines[key] = {"key": key, **cell, **found, "config": config}
     bench.write_lines(path, lines.values())

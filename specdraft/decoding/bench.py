@@ -278,14 +278,12 @@ def cell_numbers(
 ) -> dict[str, Any]:
     """Every number of papers 10 for one contender, or for the target alone, over the repeats of a cell, and where they came from.
 
-    costs: its cost table, for the hindsight.   full_head: the contender with the full head that nu, kappa and rho are taken
-    against; None = there is none.
+    costs: its cost table, for the hindsight; None = there is none.   full_head: the contender with the full head that nu, kappa and
+    rho are taken against; None = there is none.
     """
     own, alone = traces_of(repeats, name), traces_of(repeats, TARGET_ALONE)
     found = {"requests": len(own[0]), "repeats": len(repeats), **numbers.speed(own, alone)}
-    found |= numbers.acceptance(own) | numbers.times(own, alone)
-    if costs is not None:
-        found |= numbers.hindsight(own, costs)
+    found |= numbers.acceptance(own) | numbers.times(own, alone) | numbers.hindsight(own, costs)
     if full_head is not None:
         found |= numbers.against_full_head(own, traces_of(repeats, full_head))
     if name in repeats[0]["divergences"]:

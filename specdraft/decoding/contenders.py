@@ -162,12 +162,12 @@ def length_policy(
 
 @dataclass
 class Entry:
-    """One contender: how to run it, what it is (for the results), what it costs, and the name of the one with the full head that
-    its head is compared with; None = there is none."""
+    """One contender: how to run it, what it is (for the results), what its rounds cost by length (None for trees and in batches, whose
+    rounds were not measured so), and the name of the one with the full head that its head is compared with; None = there is none."""
 
     side: Side
     what: dict[str, Any]
-    costs: CostTable
+    costs: CostTable | None
     full_head: str | None = None
 
 
@@ -226,11 +226,12 @@ def make_entries(
             made = [length_policy(stop, settings, costs, acceptance, temperature) for _ in rows]
             side = Side([Contender(drafter, lengths, own) for (lengths, _), own in zip(made, rows, strict=True)])
             whole = {**what, "length": {"policy": stop, **made[0][1]}}
-            entries[f"{place}/{name}/{stop}"] = Entry(side, whole, costs, _full_head(drafters, place, stop))
+            own_costs = costs if batch == 1 else None
+            entries[f"{place}/{name}/{stop}"] = Entry(side, whole, own_costs, _full_head(drafters, place, stop))
         if EAGLE2 in shapes:
             side = Side([Contender(drafter, None, own) for own in rows], settings.eagle2)
             whole = {**what, "tree": {"shape": EAGLE2, **asdict(settings.eagle2)}}
-            entries[f"{place}/{name}/{EAGLE2}"] = Entry(side, whole, costs, _full_head(drafters, place, EAGLE2))
+            entries[f"{place}/{name}/{EAGLE2}"] = Entry(side, whole, None, _full_head(drafters, place, EAGLE2))
     for entry in entries.values():
         entry.full_head = entry.full_head if entry.full_head in entries else None
     return entries

@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
 
-from specdraft.decoding.costs import CostTable, relative_throughput
+from specdraft.decoding.costs import CostTable, Hindsight, relative_throughput
 from specdraft.decoding.trace import (
     DecodeTrace,
     Round,
@@ -108,13 +108,12 @@ def times(own: Repeats, alone: Repeats) -> dict[str, Any]:
     }
 
 
-def hindsight(own: Repeats, costs: CostTable) -> dict[str, Any]:
-    """See CostTable.hindsight (chains only); and best_fixed_length: the one length that pays most by (0.1) at the acceptances
-    that were seen."""
+def hindsight(own: Repeats, costs: CostTable | None) -> dict[str, Any]:
+    """See CostTable.hindsight; and best_fixed_length: the one length that pays most by (0.1) at the acceptances that were seen.
+    costs: of chains of one request; without them, and without rounds, every number is None."""
     rounds = [(r.drafted, r.accepted) for trace in own[0] for r in trace.rounds]
-    is_tree = any(r.depth < r.drafted for trace in own[0] for r in trace.rounds)
-    if not rounds or is_tree:
-        return {}
+    if not rounds or costs is None:
+        return dict.fromkeys([*(f"hindsight_{field.name}" for field in fields(Hindsight)), "best_fixed_length"])
     seen = [alpha for alpha in conditional_acceptance(own[0]) if not math.isnan(alpha)]
     return {
         **{f"hindsight_{key}": value for key, value in asdict(costs.hindsight(rounds)).items()},

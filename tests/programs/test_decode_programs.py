@@ -149,6 +149,7 @@ def test_the_benchmark(workdir):
     assert by_name["useful/nanospec/fixed"]["live_rows"] > 0
     assert by_name["low/all/fixed"]["nu"] > 0
     assert by_name["useful/all/fixed"]["hindsight_length"] >= 0
+    assert by_name["useful/all/eagle2"]["hindsight_length"] is None
     for line in lines:
         assert (line["requests"], line["repeats"]) == ({"mt_bench": 2, "qa": 1, "all": 3}[line["task"]], 2)
         assert line["config"]["policies"]["most"] == 3

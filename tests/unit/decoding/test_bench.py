@@ -252,6 +252,7 @@ def test_every_policy_can_be_had_by_name(target, tmp_path, monkeypatch):
         )
         assert len(entries) == 2 * len(VOCAB_POLICIES) * (len(LENGTH_POLICIES) + 1)
         for entry in entries.values():
+            assert entry.costs is None, "nobody measured rounds of three requests"
             assert len(entry.side.rows) == 3
             policies = [row.vocab_policy for row in entry.side.rows]
             assert len(set(map(id, policies))) == (3 if policies[0].is_per_request else 1)
@@ -303,6 +304,7 @@ def test_the_target_that_drafts_for_itself_is_a_contender(tmp_path, monkeypatch)
     options = (settings, 0.0, 1, CostConfig(tmp_path / "costs", [[1, 2, 3]]))
     entries = make_entries(target, both, {**hashes, "low": "1"}, *names, *options)
     own = {name: entry for name, entry in entries.items() if name.startswith("sparse_self/")}
+    assert [name for name, entry in entries.items() if entry.costs is None] == ["low/all/eagle2", "low/nanospec/eagle2"]
     assert set(own) == {f"sparse_self/{vocab}/{length}" for vocab in names[0] for length in LENGTH_POLICIES}
     assert own["sparse_self/nanospec/svip"].full_head == "sparse_self/all/svip"
     assert entries["low/all/fixed"].full_head is None
@@ -438,6 +440,6 @@ def test_a_batch_gives_what_its_requests_give_alone(target, batch, tree):
         own, together = ([row["tokens"] for row in repeats[size]["outputs"][name]] for size in (1, batch))
         assert own == together
         assert len(own) == 5
-    found = bench.cell_numbers([repeats[batch]], "a", COSTS, None)
-    assert ("hindsight_length" in found) == (tree is None)
+    found = bench.cell_numbers([repeats[batch]], "a", None, None)
+    assert found["hindsight_length"] is found["best_fixed_length"] is None
     assert found["tau"] == pytest.approx(found["tau_identity"])
