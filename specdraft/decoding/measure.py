@@ -73,8 +73,8 @@ class Divergence:
 
 @dataclass
 class Speedup:
-    """A measured speedup over the target alone. Milliseconds are medians over rounds (draft_ms includes head_ms; rounds
-    that drafted nothing are left out); rates are totals over totals, prefill included.
+    """A measured speedup over the target alone. Milliseconds are medians over rounds (draft_ms includes head_ms, which is
+    NaN off the CPU; rounds that drafted nothing are left out); rates are totals over totals, prefill included.
 
     speedup: ratio of tokens_per_second to target_tokens_per_second; low, high: 95 % bootstrap interval over prompts.
     decode_speedup: the same without the prefills.   looping_prompts: those whose output by the target alone ends in a loop

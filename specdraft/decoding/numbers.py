@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import numpy as np
@@ -94,8 +94,8 @@ def acceptance(own: Repeats) -> dict[str, Any]:
 
 
 def times(own: Repeats, alone: Repeats) -> dict[str, Any]:
-    """Milliseconds of a round: medians over the rounds that drafted (draft_ms includes head_ms), and of one token of the
-    target alone. prefill_ms includes the drafter's."""
+    """Milliseconds of a round: medians over the rounds that drafted (draft_ms includes head_ms, which is NaN off the CPU), and of one
+    token of the target alone. prefill_ms includes the drafter's."""
     drafting = [r for traces in own for trace in traces for r in trace.rounds if r.drafted]
     plain = [r for traces in alone for trace in traces for r in trace.rounds]
     return {
@@ -126,12 +126,17 @@ def against_full_head(own: Repeats, full: Repeats) -> dict[str, Any]:
 
     nu: ratio of head times.   kappa: the full head's time over the rest of its round.   rho_tau: ratio of taus.
     prediction_warning: not empty where predicted and measured ratio of decode rates are more than 5 % apart.
+    Nothing where one of them never drafted; nu, kappa and the prediction are NaN where head times are not known.
     """
-    head, full_head = (_mean_seconds(side, "head_s") for side in (own, full))
-    rest = _mean_seconds(full, "seconds") - full_head
-    if not head > 0 or not full_head > 0 or not rest > 0:
+    seconds, full_seconds = (_mean_seconds(side, "seconds") for side in (own, full))
+    if math.isnan(seconds) or math.isnan(full_seconds):
         return {}
-    nu, kappa, rho_tau = head / full_head, full_head / rest, tau(own[0]) / tau(full[0])
+    head, full_head = (_mean_seconds(side, "head_s") for side in (own, full))
+    nu, kappa, rho_tau = (
+        _ratio(head, full_head),
+        _ratio(full_head, full_seconds - full_head),
+        tau(own[0]) / tau(full[0]),
+    )
     predicted = relative_throughput(rho_tau, nu, kappa)
     measured = statistics.median(_round_rate(m) / _round_rate(f) for m, f in zip(own, full, strict=True))
     error = predicted / measured - 1
@@ -152,13 +157,14 @@ def median_seconds(side: Repeats) -> np.ndarray:
 
 
 def trace_to_row(trace: DecodeTrace) -> dict[str, Any]:
-    """For a JSON file: rounds as lists."""
+    """For a JSON file: rounds as lists; None where the time in the head is not known."""
     row = asdict(trace)
-    return {**row, "rounds": [list(r.values()) for r in row["rounds"]]}
+    return {**row, "rounds": [without_nan(list(r.values())) for r in row["rounds"]]}
 
 
 def trace_from_row(row: dict[str, Any]) -> DecodeTrace:
-    return DecodeTrace(**{**row, "rounds": [Round(*values) for values in row["rounds"]]})
+    rounds = [Round(*values) for values in row["rounds"]]
+    return DecodeTrace(**{**row, "rounds": [replace(r, head_s=math.nan) if r.head_s is None else r for r in rounds]})
 
 
 def without_nan(value: Any) -> Any:

@@ -4,10 +4,12 @@ import json
 import math
 
 import pytest
+import torch
 
 from specdraft.decoding import numbers
 from specdraft.decoding.costs import CostTable
 from specdraft.decoding.trace import DecodeTrace, Round
+from specdraft.models.drafter import head_clock
 
 
 def trace(rounds, seconds=None):
@@ -135,6 +137,22 @@ def test_a_prediction_that_is_off_is_flagged():
     assert found["rho_tps_predicted"] / found["rho_tps_measured"] > 1.05
     assert "(1.1) is +" in found["prediction_warning"]
     assert numbers.against_full_head(ALONE, side(0.2, 0.8, 2)) == {}
+
+
+def test_head_times_that_nobody_knows_are_none():
+    """Off the CPU a head product is not waited for; everything else of the round is known."""
+    now = head_clock(torch.device("cuda"))
+    cheap, full = side(0.2, 0.8, 1), side(0.2, 0.8, 2)
+    for r in cheap[0][0].rounds + full[0][0].rounds:
+        r.head_s = now() - now()
+    row = json.loads(json.dumps(numbers.trace_to_row(cheap[0][0]), allow_nan=False))
+    assert math.isnan(numbers.trace_from_row(row).rounds[0].head_s)
+    found = numbers.without_nan(numbers.times(cheap, ALONE) | numbers.against_full_head(cheap, full))
+    assert found["draft_ms"] == pytest.approx(500)
+    assert [found[name] for name in ("head_ms", "nu", "kappa", "rho_tps_predicted")] == [None] * 4
+    assert found["rho_tau"] == found["rho_tps_measured"] == pytest.approx(2 / 3)
+    assert found["prediction_warning"] == ""
+    assert head_clock(torch.device("cpu"))() > 0
 
 
 def test_traces_round_trip_through_json():
