@@ -46,7 +46,7 @@ class BenchConfig:
     """drafters: checkpoint folders, and `sparse_self`: the target drafts for itself (policies.sparse; chains, batch 1).   target:
     as the recipes take it.   prompts: a JSONL file; `builtin` = held-out built-in prompts.   tasks: only these; none = all.   per_task:
     the first n prompts of each; None = all.   vocab, length: names of policies (VOCAB_POLICIES, LENGTH_POLICIES).   trees: `chain`,
-    `eagle2` (which takes no length policy).   head_dtypes: every checkpoint with its head's rows as they are (`own`), or in INT8
+    `eagle2`, `sampled` (trees take no length policy).   head_dtypes: every checkpoint with its head's rows as they are (`own`), or in INT8
     (`int8`: on a CPU, all rows live).   batches: requests decoded together.   cost_prompts, cost_tokens: prompts on which T_draft
     and T_verify are measured, once, and new tokens of each: held-out built-in ones, or generated documents where the requests are
     longer than those.   threads: None = as torch has it."""

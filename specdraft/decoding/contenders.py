@@ -38,11 +38,11 @@ from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.heads import Head, HeadDtype
 from specdraft.models.sparse_self import SparseSelfConfig, SparseSelfDrafter
 from specdraft.models.target import TargetModel
-from specdraft.models.tree import Eagle2Tree
+from specdraft.models.tree import Eagle2Tree, SampledTree
 from specdraft.provenance import hash_file, hash_json, machine, read_json, write_json
 
 NEEDS_FREQUENCY = ("frequency", "evospec")
-CHAIN, EAGLE2 = "chain", "eagle2"
+CHAIN, EAGLE2, SAMPLED = "chain", "eagle2", "sampled"
 SPARSE_SELF = "sparse_self"  # where drafters are named: the target that drafts for itself
 
 BenchDrafter = Eagle3Drafter | SparseSelfDrafter
@@ -53,8 +53,8 @@ class PolicyConfig:
     """frequency: answers (JSONL) or a vocabulary map (safetensors) that give the order of frequency.   frequency_size: rows of the
     frequency list.   nanospec_capacity, nanospec_kind: see NanoSpec.   evospec: see EvoSpecConfig.   drafted: of `fixed`, and where
     `heuristic` starts.   most: tokens a round at most, also the longest draft whose costs are measured.   libraspec_block;
-    libraspec_a: None = from the measured costs.   eagle2: see Eagle2Tree.   sparse: of the target that drafts for itself; its `longest`
-    must hold `most`."""
+    libraspec_a: None = from the measured costs.   eagle2, sampled: see Eagle2Tree, SampledTree.   sparse: of the target that drafts for
+    itself; its `longest` must hold `most`."""
 
     frequency: Path | None = None
     frequency_size: int = 8192
@@ -66,6 +66,7 @@ class PolicyConfig:
     libraspec_block: int = 4
     libraspec_a: float | None = None
     eagle2: Eagle2Tree = field(default_factory=Eagle2Tree)
+    sampled: SampledTree = field(default_factory=SampledTree)
     sparse: SparseSelfConfig = field(default_factory=SparseSelfConfig)
 
 
@@ -194,7 +195,7 @@ def make_entries(
     measuring: CostConfig,
     known: dict[tuple[str, str], list[VocabPolicy]] | None = None,
 ) -> dict[str, Entry]:
-    """Every contender at one temperature and batch size: chains named drafter/vocabulary/length, trees drafter/vocabulary/eagle2
+    """Every contender at one temperature and batch size: chains named drafter/vocabulary/length, trees drafter/vocabulary/shape
     (as deep as they are set).   hashes: of the drafters' weights.   Costs are those of a batch of one. The target that drafts for
     itself takes part with chains at a batch of one, and is not in the others.   known: vocabulary policies of each drafter, by row, from
     other cells (of the same settings), which are used again; those that are made are added.
@@ -228,10 +229,11 @@ def make_entries(
             whole = {**what, "length": {"policy": stop, **made[0][1]}}
             own_costs = costs if batch == 1 else None
             entries[f"{place}/{name}/{stop}"] = Entry(side, whole, own_costs, _full_head(drafters, place, stop))
-        if EAGLE2 in shapes:
-            side = Side([Contender(drafter, None, own) for own in rows], settings.eagle2)
-            whole = {**what, "tree": {"shape": EAGLE2, **asdict(settings.eagle2)}}
-            entries[f"{place}/{name}/{EAGLE2}"] = Entry(side, whole, None, _full_head(drafters, place, EAGLE2))
+        for shape in (shape for shape in shapes if shape != CHAIN):
+            tree = {EAGLE2: settings.eagle2, SAMPLED: settings.sampled}[shape]
+            side = Side([Contender(drafter, None, own) for own in rows], tree)
+            whole = {**what, "tree": {"shape": shape, **asdict(tree)}}
+            entries[f"{place}/{name}/{shape}"] = Entry(side, whole, None, _full_head(drafters, place, shape))
     for entry in entries.values():
         entry.full_head = entry.full_head if entry.full_head in entries else None
     return entries
@@ -248,7 +250,7 @@ def check_names(settings: PolicyConfig, vocab: Sequence[str], length: Sequence[s
     for what, names, allowed in (
         ("vocab", vocab, VOCAB_POLICIES),
         ("length", length, LENGTH_POLICIES),
-        ("trees", trees, (CHAIN, EAGLE2)),
+        ("trees", trees, (CHAIN, EAGLE2, SAMPLED)),
     ):
         if unknown := [name for name in names if name not in allowed]:
             raise UserError(f"{what}: got {unknown[0]!r}, allowed: {', '.join(allowed)}")

@@ -60,7 +60,7 @@ def test_a_lossless_pair_passes(workdir):
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["breaks"] == []
     sides = {f"{name}/fixed" for name in VOCAB_POLICIES} | {f"all/{name}" for name in LENGTH_POLICIES}
-    sides |= {f"{name}/eagle2" for name in VOCAB_POLICIES}
+    sides |= {f"{name}/{tree}" for name in VOCAB_POLICIES for tree in ("eagle2", "sampled")}
     for dtype in ("float32", "bfloat16"):
         assert set(result["results"][dtype]) == sides
     assert all(side["match_rate"] == 1 for side in result["results"]["float32"].values())
@@ -134,12 +134,12 @@ def test_the_benchmark(workdir):
     """Drafters x policies x tasks, the target alone always among them; then a second run, which goes on from the first, at one
     temperature more."""
     (workdir / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
-    flags = ("--drafters", "useful", "low", "--vocab", "all", "nanospec", "--trees", "chain", "eagle2")
+    flags = ("--drafters", "useful", "low", "--vocab", "all", "nanospec", "--trees", "chain", "eagle2", "sampled")
     done = bench(workdir, *flags)
     assert done.returncode == 0, done.stderr
     assert "3 requests of 2 prompts; 0 turns left out" in done.stdout
     lines = read_results(workdir)
-    sides = itertools.product(("useful", "low"), ("all", "nanospec"), ("fixed", "eagle2"))
+    sides = itertools.product(("useful", "low"), ("all", "nanospec"), ("fixed", "eagle2", "sampled"))
     names = ["target alone", *map("/".join, sides)]
     cells = [(line["task"], line["name"]) for line in lines]
     assert sorted(cells) == sorted((task, name) for task in ("mt_bench", "qa", "all") for name in names)
@@ -194,6 +194,9 @@ def test_the_benchmark_at_temperature_1_in_batches(workdir):
         "low",
         "--length",
         "libraspec",
+        "--trees",
+        "chain",
+        "sampled",
         "--temperatures",
         "1",
         "--batches",
@@ -205,7 +208,8 @@ def test_the_benchmark_at_temperature_1_in_batches(workdir):
     done = bench(workdir, *flags)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (workdir / "sampled" / "results.jsonl").read_text().splitlines()]
-    assert [line["name"] for line in lines] == ["target alone", "low/all/libraspec"]
+    assert [line["name"] for line in lines] == ["target alone", "low/all/libraspec", "low/all/sampled"]
+    assert lines[2]["tree"]["shape"] == "sampled"
     assert lines[1]["length"]["retreats"] is False
     assert lines[1]["batch"] == 2
     assert "match_rate" not in lines[1]

@@ -243,14 +243,14 @@ def test_every_policy_can_be_had_by_name(target, tmp_path, monkeypatch):
             {"full": "1", "cut": "2"},
             tuple(VOCAB_POLICIES),
             tuple(LENGTH_POLICIES),
-            ("chain", "eagle2"),
+            ("chain", "eagle2", "sampled"),
             settings,
             temperature,
             3,
             CostConfig(tmp_path / "costs", [[1, 2, 3]]),
             known,
         )
-        assert len(entries) == 2 * len(VOCAB_POLICIES) * (len(LENGTH_POLICIES) + 1)
+        assert len(entries) == 2 * len(VOCAB_POLICIES) * (len(LENGTH_POLICIES) + 2)
         for entry in entries.values():
             assert entry.costs is None, "nobody measured rounds of three requests"
             assert len(entry.side.rows) == 3
@@ -260,6 +260,7 @@ def test_every_policy_can_be_had_by_name(target, tmp_path, monkeypatch):
             assert len(set(map(id, lengths))) == 3 or entry.side.tree is not None
             assert temperature == 0 or not any(length and length.bias for length in lengths)
         assert entries["full/nanospec/eagle2"].full_head == "full/all/eagle2"
+        assert entries["cut/all/sampled"].side.tree == settings.sampled
         assert entries["cut/nanospec/svip"].full_head == "full/all/svip"
         assert entries["full/nanospec/svip"].full_head == "full/all/svip"
         json.dumps([entry.what for entry in entries.values()])
@@ -392,7 +393,7 @@ def test_the_frequency_order_starts_with_what_must_never_be_missing(target, tmp_
 @pytest.mark.parametrize(
     ("vocab", "length", "tree", "message"),
     [
-        ("all", "fixed", "some", "trees: got 'some', allowed: chain, eagle2"),
+        ("all", "fixed", "some", "trees: got 'some', allowed: chain, eagle2, sampled"),
         ("some", "fixed", "chain", "vocab: got 'some', allowed: all, frequency, nanospec, evospec"),
         ("all", "some", "chain", "length: got 'some', allowed: fixed"),
         ("frequency", "fixed", "chain", "policies.frequency: got none, needed by"),
