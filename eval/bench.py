@@ -36,9 +36,10 @@ from specdraft.decoding.contenders import (
 )
 from specdraft.decoding.measure import BUSY, TARGET_ALONE
 from specdraft.decoding.sampling import Sampling
+from specdraft.decoding.vocab_policies import VocabPolicy
 from specdraft.models.heads import HeadDtype
 from specdraft.models.target import TargetModel
-from specdraft.provenance import hash_json, machine, provenance, read_json, require_writable, write_json
+from specdraft.provenance import hash_json, machine, read_json, require_writable, write_json
 
 
 @dataclass
@@ -46,7 +47,7 @@ class BenchConfig:
     """drafters: checkpoint folders, and `sparse_self`: the target drafts for itself (policies.sparse; chains, batch 1).   target:
     as the recipes take it.   prompts: a JSONL file; `builtin` = held-out built-in prompts.   tasks: only these; none = all.   per_task:
     the first n prompts of each; None = all.   vocab, length: names of policies (VOCAB_POLICIES, LENGTH_POLICIES).   trees: `chain`,
-    `eagle2` (which takes no length policy).   head_dtypes: every checkpoint with its head's rows as they are (`own`), or in INT8
+    `eagle2`, `sampled` (trees take no length policy).   head_dtypes: every checkpoint with its head's rows as they are (`own`), or in INT8
     (`int8`: on a CPU, all rows live).   batches: requests decoded together.   cost_prompts, cost_tokens: prompts on which T_draft
     and T_verify are measured, once, and new tokens of each: held-out built-in ones, or generated documents where the requests are
     longer than those.   threads: None = as torch has it."""
@@ -116,6 +117,11 @@ def check(config: BenchConfig) -> None:
             f"head_dtypes: got int8 with vocab {' '.join(config.vocab)}, allowed: all; live rows are packed in the weights' own dtype"
         )
     check_drafters(config.drafters, config.policies, config.trees, config.batches)
+    if config.policies.evospec.across_requests:
+        raise UserError(
+            "policies.evospec.across_requests: got true, allowed: false, as contenders would learn from each other's requests; "
+            "measure it with eval/stream.py"
+        )
     read_results(config.output)
     require_writable(config.output, "output")
 
@@ -131,8 +137,9 @@ def prepare(config: BenchConfig, prompts: list[Prompt]) -> Run:
     given = bench.cost_prompts(target, requests, config.cost_prompts, config.cost_tokens)
     measuring = CostConfig(config.output / "costs", given, config.cost_tokens, config.seed)
     names = (config.vocab, config.length, config.trees)
+    known: dict[tuple[str, str], list[VocabPolicy]] = {}  # cells run one by one, so that all can use the same ones
     cells = {
-        how: make_entries(target, drafters, hashes, *names, config.policies, *how, measuring)
+        how: make_entries(target, drafters, hashes, *names, config.policies, *how, measuring, known)
         for how in itertools.product(config.temperatures, config.batches)
     }
     for batch in sorted({how[1] for how, entries in cells.items() if not entries}):
@@ -156,7 +163,8 @@ def unit_path(run: Run, how: tuple[float, int], task: str, repeat: int) -> Path:
     """Named by all that the times and tokens in it depend on."""
     what = [entry.what for entry in run.cells[how].values()]
     inputs = [request.input_ids for request in run.of_task(task)]
-    setting = [how, run.config.max_new_tokens, run.config.seed, run.target.hash, str(run.target.dtype), machine()]
+    target = [run.target.hash, run.target.precision, str(run.target.device)]
+    setting = [how, run.config.max_new_tokens, run.config.seed, *target, machine()]
     shown = re.sub(r"[^\w.-]+", "_", task)[:60]  # whoever wrote the prompts named it
     name = f"{shown}-T{how[0]}-B{how[1]}-{hash_json([what, inputs, setting])}-{repeat}.json"
     return run.config.output / "raw" / name
@@ -178,10 +186,9 @@ def write_results(run: Run, how: tuple[float, int], tasks: list[str]) -> None:
     ):
         what = {"drafter": None} if entry is None else entry.what
         cell = {"task": task, "temperature": how[0], "batch": how[1], "name": name, **what}
-        costs = entry.costs if entry is not None and how[1] == 1 else None  # they are those of a batch of one
-        found = bench.cell_numbers(repeats, name, costs, entry and entry.full_head)
+        found = bench.cell_numbers(repeats, name, entry and entry.costs, entry and entry.full_head)
         key = hash_json([cell, config, machine()])
-        lines[key] = {"key": key, **cell, **found, "config": config, "provenance": provenance()}
+        lines[key] = {"key": key, **cell, **found, "config": config}
     bench.write_lines(path, lines.values())
 
 

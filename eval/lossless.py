@@ -4,7 +4,7 @@ python eval/lossless.py                               # the newest drafter under
 python eval/lossless.py --drafter runs/slimspec/drafter --prompts my_prompts.jsonl
 python eval/lossless.py --quick                       # under a minute
 
-Every vocabulary policy, every length policy and EAGLE-2's tree are run (with --every-pair all pairs of them), greedy. In fp32
+Every vocabulary policy, every length policy and every tree are run (with --every-pair all pairs of them), greedy. In fp32
 the output must be the target's own on every prompt; in bf16 forwards of one and of several rows round differently, so outputs
 may part where the target's two best logits nearly tie: every first divergence is printed with that margin. A break is a
 divergence with a larger margin than rounding explains, or a drafter of which nothing is accepted: a useless drafter is lossless

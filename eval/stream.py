@@ -168,9 +168,9 @@ def make_ways(config: StreamConfig, target: TargetModel) -> tuple[dict[str, stre
             if config.sessions is not None:
                 load_session(learners[name], config.sessions / name)
         of = (vocabulary, drafter.lm_head, target, config.policies, frequency)
-        policy, _ = vocab_policy(*of)
+        policy = vocab_policy(*of)
         contender = Contender(drafter, Fixed(config.policies.drafted), policy)
-        warm_up = replace(contender, vocab_policy=vocab_policy(*of, like=policy)[0])
+        warm_up = replace(contender, vocab_policy=vocab_policy(*of, like=policy))
         learner = learners.get(name)
         ways[name] = stream.Way(contender, learner, dict if learner is None else learner.counts, warm_up)
     return ways, learners

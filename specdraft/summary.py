@@ -135,14 +135,15 @@ def write(folder: Path, name: str, target: TargetModel, found: dict[str, Any]) -
 def describe(target: TargetModel, found: dict[str, Any]) -> str:
     """The result in two sentences, and why."""
     head = found["head"]
-    shape = f"{head['rows']:,} x {head['width']}"
+    shape = f"{head['kind']} head of {head['rows']:,} x {head['width']}"
+    part = f"with a {shape}" if found["head_ms"] is None else f"the {shape} takes {found['head_ms']:.1f} of them"
     return (
         f"**{found['speedup']:.2f}x** over {target.name} alone (95 % interval {found['speedup_low']:.2f} to {found['speedup_high']:.2f}) "
         f"on {found['prompts']} held-out prompts at T = {found['temperature']:g} in {found['dtype']}: "
         f"{found['tokens_per_second']:.1f} against {found['target_tokens_per_second']:.1f} tokens/s.\n\n"
-        f"Why: a round drafts a {found['draft']} in {found['draft_ms']:.1f} ms (the {head['kind']} head of {shape} takes "
-        f"{found['head_ms']:.1f} of them), the target checks them in {found['verify_ms']:.1f} ms where one token alone takes "
-        f"{found['target_ms']:.1f}, and the round gives {found['tau']:.2f} tokens."
+        f"Why: a round drafts a {found['draft']} in {found['draft_ms']:.1f} ms ({part}), the target checks "
+        f"them in {found['verify_ms']:.1f} ms where one token alone takes {found['target_ms']:.1f}, "
+        f"and the round gives {found['tau']:.2f} tokens."
     )
 
 
@@ -153,6 +154,7 @@ def table(found: dict[str, Any]) -> str:
     simulated = " / ".join(f"{hit:.2f}" for hit in found["held_out"]["hit"])
     machine = found["provenance"]["machine"]
     versions = ", ".join(f"{key} {value}" for key, value in found["provenance"]["versions"].items() if value)
+    round_parts = [found[key] for key in ("draft_ms", "head_ms", "verify_ms", "sample_ms")]
     rows = [
         ("speedup", f"{found['speedup']:.2f}x ({found['speedup_low']:.2f} to {found['speedup_high']:.2f})"),
         (
@@ -165,7 +167,7 @@ def table(found: dict[str, Any]) -> str:
         ("held-out top-1 agreement by step, simulated", simulated),
         (
             "draft / of it head / verify / sample, ms a round",
-            " / ".join(f"{found[key]:.1f}" for key in ("draft_ms", "head_ms", "verify_ms", "sample_ms")),
+            " / ".join("-" if part is None else f"{part:.1f}" for part in round_parts),
         ),
         ("target alone, ms a token", f"{found['target_ms']:.1f}"),
         ("outputs equal to the target's own", equal),

@@ -28,7 +28,7 @@ from specdraft.decoding.measure import TARGET_ALONE, WARM_UP_TOKENS, Contender, 
 from specdraft.decoding.trace import DecodeTrace, first_divergence, top2_margin
 from specdraft.models.target import TargetModel
 from specdraft.models.tree import Shape
-from specdraft.provenance import atomic_path, hash_json
+from specdraft.provenance import atomic_path, hash_json, provenance
 
 ALL_TASKS = "all"  # together, in the results
 
@@ -182,7 +182,7 @@ def run_repeat(
     batch, beginning with place `turn`.
 
     Returns (for a JSON file): outputs {name: [{tokens, trace}]} for the target alone and the contenders, divergences {name: [..]}
-    at T = 0, others_cpu_share, peak_memory_gb {name: ..} (on a CPU: of the process so far, the same for all).
+    at T = 0, others_cpu_share, peak_memory_gb {name: ..} (on a CPU: of the process so far, the same for all), provenance [..].
     """
     sides = {TARGET_ALONE: None, **contenders}
     names = list(sides)
@@ -212,6 +212,7 @@ def run_repeat(
         "divergences": divergences,
         "others_cpu_share": share,
         "peak_memory_gb": peak,
+        "provenance": [provenance()],
     }
 
 
@@ -275,16 +276,14 @@ def traces_of(repeats: Sequence[dict[str, Any]], name: str) -> list[list[DecodeT
 def cell_numbers(
     repeats: Sequence[dict[str, Any]], name: str, costs: CostTable | None, full_head: str | None
 ) -> dict[str, Any]:
-    """Every number of papers 10 for one contender, or for the target alone, over the repeats of a cell.
+    """Every number of papers 10 for one contender, or for the target alone, over the repeats of a cell, and where they came from.
 
-    costs: its cost table, for the hindsight.   full_head: the contender with the full head that nu, kappa and rho are taken
-    against; None = there is none.
+    costs: its cost table, for the hindsight; None = there is none.   full_head: the contender with the full head that nu, kappa and
+    rho are taken against; None = there is none.
     """
     own, alone = traces_of(repeats, name), traces_of(repeats, TARGET_ALONE)
     found = {"requests": len(own[0]), "repeats": len(repeats), **numbers.speed(own, alone)}
-    found |= numbers.acceptance(own) | numbers.times(own, alone)
-    if costs is not None:
-        found |= numbers.hindsight(own, costs)
+    found |= numbers.acceptance(own) | numbers.times(own, alone) | numbers.hindsight(own, costs)
     if full_head is not None:
         found |= numbers.against_full_head(own, traces_of(repeats, full_head))
     if name in repeats[0]["divergences"]:
@@ -292,6 +291,7 @@ def cell_numbers(
         found |= {"divergences": divergences, "match_rate": 1 - len(divergences) / len(own[0])}
     found["peak_memory_gb"] = max(repeat["peak_memory_gb"][name] for repeat in repeats)
     found["others_cpu_share"] = max(repeat["others_cpu_share"] for repeat in repeats)
+    found["provenance"] = _different(one for repeat in repeats for one in repeat["provenance"])
     return numbers.without_nan(found)
 
 
@@ -311,4 +311,10 @@ def _join(repeat: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "peak_memory_gb": {
             name: max(cell["peak_memory_gb"][name] for cell in repeat) for name in repeat[0]["peak_memory_gb"]
         },
+        "provenance": [one for cell in repeat for one in cell["provenance"]],
     }
+
+
+def _different(values: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each once, in the order of their coming."""
+    return list({hash_json(value): value for value in values}.values())

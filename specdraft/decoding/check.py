@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdraft.decoding.bench import Request, Side, find_divergences
-from specdraft.decoding.contenders import EAGLE2, Frequency, PolicyConfig, length_policy, vocab_policy
+from specdraft.decoding.contenders import EAGLE2, SAMPLED, Frequency, PolicyConfig, length_policy, vocab_policy
 from specdraft.decoding.costs import CostTable
 from specdraft.decoding.evospec import EvoSpecConfig
 from specdraft.decoding.generate import autoregressive_generate, speculative_generate
@@ -20,7 +20,7 @@ from specdraft.decoding.trace import acceptance_counts, tau
 from specdraft.decoding.vocab_policies import VOCAB_POLICIES
 from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.target import TargetModel
-from specdraft.models.tree import Eagle2Tree
+from specdraft.models.tree import Eagle2Tree, SampledTree
 
 ACCEPTANCE = 0.6  # conditional, made up
 
@@ -42,7 +42,7 @@ class GreedyCheck:
 def policies_to_check(
     target: TargetModel, drafter: Eagle3Drafter, drafted: int, every_pair: bool, with_evospec: bool
 ) -> dict[str, Side]:
-    """Sides named vocabulary/length or vocabulary/eagle2, the plain one (all rows, `drafted` tokens) first: every policy of one
+    """Sides named vocabulary/length or vocabulary/tree, the plain one (all rows, `drafted` tokens) first: every policy of one
     kind with the plain one of the other, or every pair; trees with every vocabulary. Frequency lists are in the order of ids,
     sized so that they fit the head."""
     rows = len(drafter.lm_head.weight)
@@ -61,14 +61,15 @@ def policies_to_check(
     )
     vocabularies = [name for name in VOCAB_POLICIES if name != "evospec" or with_evospec]
     frequency = Frequency(list(range(target.vocab_size)), None)
-    made = {name: vocab_policy(name, drafter.lm_head, target, settings, frequency)[0] for name in vocabularies}
+    made = {name: vocab_policy(name, drafter.lm_head, target, settings, frequency) for name in vocabularies}
     sides = {}
     for vocab in vocabularies:
         for length in LENGTH_POLICIES:
             if every_pair or vocab == "all" or length == "fixed":
                 policy, _ = length_policy(length, settings, costs, [ACCEPTANCE] * drafted, temperature=0.0)
                 sides[f"{vocab}/{length}"] = Side([Contender(drafter, policy, made[vocab])])
-        sides[f"{vocab}/{EAGLE2}"] = Side([Contender(drafter, None, made[vocab])], Eagle2Tree(24, drafted, 4))
+        for shape, tree in ((EAGLE2, Eagle2Tree(24, drafted, 4)), (SAMPLED, SampledTree(24, drafted, 4))):
+            sides[f"{vocab}/{shape}"] = Side([Contender(drafter, None, made[vocab])], tree)
     return sides
 
 

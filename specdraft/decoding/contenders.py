@@ -39,11 +39,11 @@ from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.heads import Head, HeadDtype
 from specdraft.models.sparse_self import SparseSelfConfig, SparseSelfDrafter
 from specdraft.models.target import TargetModel
-from specdraft.models.tree import Eagle2Tree
+from specdraft.models.tree import Eagle2Tree, SampledTree
 from specdraft.provenance import hash_file, hash_json, machine, read_json, write_json
 
 NEEDS_FREQUENCY = ("frequency", "evospec")
-CHAIN, EAGLE2 = "chain", "eagle2"
+CHAIN, EAGLE2, SAMPLED = "chain", "eagle2", "sampled"
 SPARSE_SELF = "sparse_self"  # where drafters are named: the target that drafts for itself
 
 BenchDrafter = Eagle3Drafter | SparseSelfDrafter
@@ -55,8 +55,8 @@ class PolicyConfig:
     of frequency.   frequency_size: rows of the
     frequency list.   nanospec_capacity, nanospec_kind: see NanoSpec.   evospec: see EvoSpecConfig.   drafted: of `fixed`, and where
     `heuristic` starts.   most: tokens a round at most, also the longest draft whose costs are measured.   libraspec_block;
-    libraspec_a: None = from the measured costs.   eagle2: see Eagle2Tree.   sparse: of the target that drafts for itself; its `longest`
-    must hold `most`."""
+    libraspec_a: None = from the measured costs.   eagle2, sampled: see Eagle2Tree, SampledTree.   sparse: of the target that drafts for
+    itself; its `longest` must hold `most`."""
 
     frequency: Path | None = None
     frequency_size: int = 8192
@@ -68,6 +68,7 @@ class PolicyConfig:
     libraspec_block: int = 4
     libraspec_a: float | None = None
     eagle2: Eagle2Tree = field(default_factory=Eagle2Tree)
+    sampled: SampledTree = field(default_factory=SampledTree)
     sparse: SparseSelfConfig = field(default_factory=SparseSelfConfig)
 
 
@@ -112,20 +113,18 @@ def vocab_policy(
     config: PolicyConfig,
     frequency: Frequency | None,
     like: VocabPolicy | None = None,
-) -> tuple[VocabPolicy, dict[str, Any]]:
-    """The policy of that name, and its settings.   like: one of the same name and settings for another row of a batch: what can be
-    shared is."""
+) -> VocabPolicy:
+    """The policy of that name.   like: one of the same name and settings for another row of a batch: what can be shared is."""
     if like is not None and not like.is_per_request:
-        return like, {}
+        return like
     if name == "all":
-        return AllTokens(head), {}
+        return AllTokens(head)
     if name == "nanospec":
-        settings = {"capacity": config.nanospec_capacity, "kind": config.nanospec_kind}
-        return NanoSpec(head, **settings), settings
+        return NanoSpec(head, **vocab_settings(name, config))
     assert frequency is not None
     if name == "frequency":
-        return FrequencyList(head, frequency.ids, config.frequency_size), {"size": config.frequency_size}
-    policy = EvoSpecVocabulary(
+        return FrequencyList(head, frequency.ids, **vocab_settings(name, config))
+    return EvoSpecVocabulary(
         head,
         frequency.ids,
         target.head_weight,
@@ -134,7 +133,16 @@ def vocab_policy(
         frequency.pairs,
         None if like is None else like.semantic,
     )
-    return policy, asdict(config.evospec)
+
+
+def vocab_settings(name: str, config: PolicyConfig) -> dict[str, Any]:
+    """Of the policy of that name."""
+    settings = {
+        "nanospec": {"capacity": config.nanospec_capacity, "kind": config.nanospec_kind},
+        "frequency": {"size": config.frequency_size},
+        "evospec": asdict(config.evospec),
+    }
+    return settings.get(name, {})
 
 
 def length_policy(
@@ -155,18 +163,24 @@ def length_policy(
         "entropy": lambda: EntropyController(costs),
         "expected_speedup": lambda: ExpectedSpeedup(costs, acceptance),
     }
-    settings = {"fixed": {"tokens": config.drafted}, "heuristic": {"start": config.drafted, **most}}.get(name, most)
-    return simple[name](), settings
+    measured = {**most, "costs": hash_json([asdict(costs), list(acceptance)])}  # other costs are other decisions
+    settings = {
+        "fixed": {"tokens": config.drafted},
+        "heuristic": {"start": config.drafted, **most},
+        "entropy": measured,
+        "expected_speedup": measured,
+    }
+    return simple[name](), settings.get(name, most)
 
 
 @dataclass
 class Entry:
-    """One contender: how to run it, what it is (for the results), what it costs, and the name of the one with the full head that
-    its head is compared with; None = there is none."""
+    """One contender: how to run it, what it is (for the results), what its rounds cost by length (None for trees and in batches, whose
+    rounds were not measured so), and the name of the one with the full head that its head is compared with; None = there is none."""
 
     side: Side
     what: dict[str, Any]
-    costs: CostTable
+    costs: CostTable | None
     full_head: str | None = None
 
 
@@ -191,10 +205,12 @@ def make_entries(
     temperature: float,
     batch: int,
     measuring: CostConfig,
+    known: dict[tuple[str, str], list[VocabPolicy]] | None = None,
 ) -> dict[str, Entry]:
-    """Every contender at one temperature and batch size: chains named drafter/vocabulary/length, trees drafter/vocabulary/eagle2
+    """Every contender at one temperature and batch size: chains named drafter/vocabulary/length, trees drafter/vocabulary/shape
     (as deep as they are set).   hashes: of the drafters' weights.   Costs are those of a batch of one. The target that drafts for
-    itself takes part with chains at a batch of one, and is not in the others.
+    itself takes part with chains at a batch of one, and is not in the others.   known: vocabulary policies of each drafter, by row, from
+    other cells (of the same settings), which are used again; those that are made are added.
 
     Raises:
         UserError: an unknown policy or tree, sizes that do not fit a head, no frequency list where one is needed, a draft longer
@@ -204,25 +220,32 @@ def make_entries(
     frequency = None
     if set(vocab) & set(NEEDS_FREQUENCY):
         frequency = read_frequency(settings.frequency, target, settings.evospec.core)
-    entries = {}
+    read_from = {name: {"frequency": hash_file(settings.frequency)} for name in vocab if name in NEEDS_FREQUENCY}
+    known = {} if known is None else known
+    entries: dict[str, Entry] = {}
     for (place, drafter), name in itertools.product(drafters.items(), vocab):
         shapes = trees if isinstance(drafter, Eagle3Drafter) else [CHAIN] if CHAIN in trees and batch == 1 else []
         if not shapes:
             continue
-        policy, made_with = vocab_policy(name, drafter.lm_head, target, settings, frequency)
-        rows = [policy]
-        rows += [vocab_policy(name, drafter.lm_head, target, settings, frequency, policy)[0] for _ in range(1, batch)]
-        what = {"drafter": place, "hash": hashes[place], **_made_of(drafter), "vocab": {"policy": name, **made_with}}
-        costs, acceptance = costs_of(target, Contender(drafter, None, policy), what, settings, temperature, measuring)
+        policies = known.setdefault((place, name), [])
+        while len(policies) < batch:
+            like = policies[0] if policies else None
+            policies.append(vocab_policy(name, drafter.lm_head, target, settings, frequency, like))
+        rows = policies[:batch]
+        vocabulary = {"policy": name, **vocab_settings(name, settings), **read_from.get(name, {})}
+        what = {"drafter": place, "hash": hashes[place], **_made_of(drafter), "vocab": vocabulary}
+        costs, acceptance = costs_of(target, Contender(drafter, None, rows[0]), what, settings, temperature, measuring)
         for stop in length if CHAIN in shapes else ():
             made = [length_policy(stop, settings, costs, acceptance, temperature) for _ in rows]
             side = Side([Contender(drafter, lengths, own) for (lengths, _), own in zip(made, rows, strict=True)])
             whole = {**what, "length": {"policy": stop, **made[0][1]}}
-            entries[f"{place}/{name}/{stop}"] = Entry(side, whole, costs, _full_head(drafters, place, stop))
-        if EAGLE2 in shapes:
-            side = Side([Contender(drafter, None, own) for own in rows], settings.eagle2)
-            whole = {**what, "tree": {"shape": EAGLE2, **asdict(settings.eagle2)}}
-            entries[f"{place}/{name}/{EAGLE2}"] = Entry(side, whole, costs, _full_head(drafters, place, EAGLE2))
+            own_costs = costs if batch == 1 else None
+            entries[f"{place}/{name}/{stop}"] = Entry(side, whole, own_costs, _full_head(drafters, place, stop))
+        for shape in (shape for shape in shapes if shape != CHAIN):
+            tree = {EAGLE2: settings.eagle2, SAMPLED: settings.sampled}[shape]
+            side = Side([Contender(drafter, None, own) for own in rows], tree)
+            whole = {**what, "tree": {"shape": shape, **asdict(tree)}}
+            entries[f"{place}/{name}/{shape}"] = Entry(side, whole, None, _full_head(drafters, place, shape))
     for entry in entries.values():
         entry.full_head = entry.full_head if entry.full_head in entries else None
     return entries
@@ -239,7 +262,7 @@ def check_names(settings: PolicyConfig, vocab: Sequence[str], length: Sequence[s
     for what, names, allowed in (
         ("vocab", vocab, VOCAB_POLICIES),
         ("length", length, LENGTH_POLICIES),
-        ("trees", trees, (CHAIN, EAGLE2)),
+        ("trees", trees, (CHAIN, EAGLE2, SAMPLED)),
     ):
         if unknown := [name for name in names if name not in allowed]:
             raise UserError(f"{what}: got {unknown[0]!r}, allowed: {', '.join(allowed)}")
@@ -313,8 +336,8 @@ def costs_of(
     measuring: CostConfig,
 ) -> tuple[CostTable, list[float]]:
     """T_draft(k) and T_verify(k+1), and the acceptance that was seen: from disk if they were measured before (same contender,
-    target, dtype, machine, threads), or measured now."""
-    identity = [what, target.hash, target.precision, machine(), temperature, settings.most]
+    target, dtype, device, machine, threads), or measured now."""
+    identity = [what, target.hash, target.precision, str(target.device), machine(), temperature, settings.most]
     identity += [measuring.prompts, measuring.max_new_tokens, measuring.seed]
     folder = measuring.folder / hash_json(identity)
     if not (folder / "acceptance.json").exists():

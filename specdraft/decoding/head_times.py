@@ -96,9 +96,10 @@ class HeadTimes:
 
 
 def cached_head_times(target: TargetModel, folder: Path, drafted: int, repeats: int = 20) -> HeadTimes:
-    """The times of this target, dtype, machine and thread count, from `folder` where they were measured before on an idle machine."""
+    """The times of this target, dtype, device, machine and thread count, from `folder` where an idle machine gave them before."""
     here = machine()
-    settings = [target.hash, target.precision, here["processor"], here["threads"], here["gpus"], drafted, repeats]
+    place = [str(target.device), here["processor"], here["threads"], here["gpus"]]
+    settings = [target.hash, target.precision, *place, drafted, repeats]
     path = folder / f"head-times-{hash_json(settings)}.json"
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError):  # none yet, or not what is written here
         found = HeadTimes(**json.loads(path.read_text()))

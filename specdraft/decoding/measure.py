@@ -38,7 +38,7 @@ from specdraft.decoding.trace import (
     top2_margin,
 )
 from specdraft.decoding.vocab_policies import VocabPolicy
-from specdraft.models.drafter import Drafter
+from specdraft.models.drafter import BatchDrafter, Drafter
 from specdraft.models.target import TargetModel
 from specdraft.models.tree import Eagle2Tree, Shape
 from specdraft.provenance import machine
@@ -54,7 +54,7 @@ TARGET_ALONE = "target alone"
 class Contender:
     """What is measured against the target alone. tree: how a draft branches; None = a chain."""
 
-    drafter: Drafter
+    drafter: Drafter | BatchDrafter
     length_policy: LengthPolicy | None = None
     vocab_policy: VocabPolicy | None = None
     tree: Shape | None = None
@@ -73,8 +73,8 @@ class Divergence:
 
 @dataclass
 class Speedup:
-    """A measured speedup over the target alone. Milliseconds are medians over rounds (draft_ms includes head_ms and
-    commit_ms, which comes after verification; token_ms is draft_ms without the latter, for each drafted token; rounds that drafted
+    """A measured speedup over the target alone. Milliseconds are medians over rounds (draft_ms includes head_ms, which is NaN off the
+    CPU, and commit_ms, which comes after verification; token_ms is draft_ms without the latter, for each drafted token; rounds that drafted
     nothing are left out); rates are totals over totals, prefill included.
 
     speedup: ratio of tokens_per_second to target_tokens_per_second; low, high: 95 % bootstrap interval over prompts.

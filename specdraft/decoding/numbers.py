@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import numpy as np
 
-from specdraft.decoding.costs import CostTable, relative_throughput
+from specdraft.decoding.costs import CostTable, Hindsight, relative_throughput
 from specdraft.decoding.trace import (
     DecodeTrace,
     Round,
@@ -74,7 +74,7 @@ def acceptance(own: Repeats) -> dict[str, Any]:
     found = tau(traces)
     assert not rounds or abs(identity - found) < IDENTITY_ERROR, (identity, found)
     accepted = sum(r.accepted for r in rounds)
-    rejected = [r for r in drafting if r.accepted < r.drafted and r.emitted > r.accepted]
+    rejected = [r for r in drafting if r.accepted < r.depth and r.emitted > r.accepted]
     held = sum(r.is_covered for r in rejected)
     own_tokens = [r for r in rounds if r.emitted > r.accepted]
     tried = accepted + len(rejected)
@@ -94,8 +94,8 @@ def acceptance(own: Repeats) -> dict[str, Any]:
 
 
 def times(own: Repeats, alone: Repeats) -> dict[str, Any]:
-    """Milliseconds of a round: medians over the rounds that drafted (draft_ms includes head_ms), and of one token of the
-    target alone. prefill_ms includes the drafter's."""
+    """Milliseconds of a round: medians over the rounds that drafted (draft_ms includes head_ms, which is NaN off the CPU), and of one
+    token of the target alone. prefill_ms includes the drafter's."""
     drafting = [r for traces in own for trace in traces for r in trace.rounds if r.drafted]
     plain = [r for traces in alone for trace in traces for r in trace.rounds]
     return {
@@ -108,13 +108,12 @@ def times(own: Repeats, alone: Repeats) -> dict[str, Any]:
     }
 
 
-def hindsight(own: Repeats, costs: CostTable) -> dict[str, Any]:
-    """See CostTable.hindsight (chains only); and best_fixed_length: the one length that pays most by (0.1) at the acceptances
-    that were seen."""
+def hindsight(own: Repeats, costs: CostTable | None) -> dict[str, Any]:
+    """See CostTable.hindsight; and best_fixed_length: the one length that pays most by (0.1) at the acceptances that were seen.
+    costs: of chains of one request; without them, and without rounds, every number is None."""
     rounds = [(r.drafted, r.accepted) for trace in own[0] for r in trace.rounds]
-    is_tree = any(r.depth < r.drafted for trace in own[0] for r in trace.rounds)
-    if not rounds or is_tree:
-        return {}
+    if not rounds or costs is None:
+        return dict.fromkeys([*(f"hindsight_{field.name}" for field in fields(Hindsight)), "best_fixed_length"])
     seen = [alpha for alpha in conditional_acceptance(own[0]) if not math.isnan(alpha)]
     return {
         **{f"hindsight_{key}": value for key, value in asdict(costs.hindsight(rounds)).items()},
@@ -127,12 +126,17 @@ def against_full_head(own: Repeats, full: Repeats) -> dict[str, Any]:
 
     nu: ratio of head times.   kappa: the full head's time over the rest of its round.   rho_tau: ratio of taus.
     prediction_warning: not empty where predicted and measured ratio of decode rates are more than 5 % apart.
+    Nothing where one of them never drafted; nu, kappa and the prediction are NaN where head times are not known.
     """
-    head, full_head = (_mean_seconds(side, "head_s") for side in (own, full))
-    rest = _mean_seconds(full, "seconds") - full_head
-    if not head > 0 or not full_head > 0 or not rest > 0:
+    seconds, full_seconds = (_mean_seconds(side, "seconds") for side in (own, full))
+    if math.isnan(seconds) or math.isnan(full_seconds):
         return {}
-    nu, kappa, rho_tau = head / full_head, full_head / rest, tau(own[0]) / tau(full[0])
+    head, full_head = (_mean_seconds(side, "head_s") for side in (own, full))
+    nu, kappa, rho_tau = (
+        _ratio(head, full_head),
+        _ratio(full_head, full_seconds - full_head),
+        tau(own[0]) / tau(full[0]),
+    )
     predicted = relative_throughput(rho_tau, nu, kappa)
     measured = statistics.median(_round_rate(m) / _round_rate(f) for m, f in zip(own, full, strict=True))
     error = predicted / measured - 1
@@ -153,13 +157,14 @@ def median_seconds(side: Repeats) -> np.ndarray:
 
 
 def trace_to_row(trace: DecodeTrace) -> dict[str, Any]:
-    """For a JSON file: rounds as lists."""
+    """For a JSON file: rounds as lists; None where the time in the head is not known."""
     row = asdict(trace)
-    return {**row, "rounds": [list(r.values()) for r in row["rounds"]]}
+    return {**row, "rounds": [without_nan(list(r.values())) for r in row["rounds"]]}
 
 
 def trace_from_row(row: dict[str, Any]) -> DecodeTrace:
-    return DecodeTrace(**{**row, "rounds": [Round(*values) for values in row["rounds"]]})
+    rounds = [Round(*values) for values in row["rounds"]]
+    return DecodeTrace(**{**row, "rounds": [replace(r, head_s=math.nan) if r.head_s is None else r for r in rounds]})
 
 
 def without_nan(value: Any) -> Any:

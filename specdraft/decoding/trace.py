@@ -21,7 +21,7 @@ LOOP_REPEATS, LOOP_TOKENS = 3, 24  # what `ends_in_loop` calls a loop
 class Round:
     """drafted: tokens proposed.   accepted: of those, kept on the accepted path.   emitted: tokens the user got:
     accepted, plus one of the target's own unless the round ended the text inside the draft. Seconds: draft_s is all of
-    the drafter's time, head_s the part of it in head products, commit_s the part after verification, cache and policies
+    the drafter's time, head_s the part of it in head products (NaN off the CPU), commit_s the part after verification, cache and policies
     included; verify_s the target's forward pass; sample_s making laws, choosing tokens and stop checks.   live: rows of the head that
     were live; 0 = all.   is_covered: whether the target's own token (correction or bonus) could have been drafted from them.   levels:
     of a drafted tree; None = a chain, as deep as it is long. In a batch of B rows all seconds are the row's share, a B-th of what the

@@ -8,7 +8,6 @@ draft law.
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from specdraft.models import draft_layer
 from specdraft.models.cache import Append, KVCache
 from specdraft.models.draft_layer import DraftLayer
-from specdraft.models.drafter import Ask, LiveRows, Proposal, nothing
+from specdraft.models.drafter import Ask, LiveRows, Proposal, head_clock, nothing
 from specdraft.models.eagle3_layer import Arithmetic, RMSNorm
 from specdraft.models.heads import LowRankHead
 from specdraft.models.layers import FEW_ROWS, FrozenLinear, FrozenRMSNorm, Int8Linear, compute_dtype
@@ -71,11 +70,11 @@ class Sequences:
         going = {b: 1 for b, growth in enumerate(growths) if growth is not None}  # nodes of each row that ran last
         nodes = None if shape.width == 1 else Nodes(self.cache, self.device)
         hidden, normed = self._finish(self.q, *self._committed(), self.residual)
-        head_seconds = 0.0
+        head_seconds, now = 0.0, head_clock(self.device)
         while True:
-            start = time.perf_counter()
+            start = now()
             logits = self._logits(normed, {b: asks[b].live for b in going})
-            head_seconds += time.perf_counter() - start
+            head_seconds += now() - start
             levels = {b: growths[b].grow(logits[b][:count]) for b, count in going.items()}
             levels = {b: level for b, level in levels.items() if level is not None}
             if not levels:

@@ -7,6 +7,8 @@ the head's rows are multiplied with, N drafted tokens, S columns of the draft la
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
@@ -50,7 +52,8 @@ class Proposal:
 
     tokens: [N] int64, target ids.   parents: node index of each token's parent, smaller than its own, -1 = the last committed
     token; a chain is [-1, 0, 1, ...].   q: N laws [S] that the tokens were drawn from, before drawing; None = deterministic
-    (point masses).   ids: [S] target ids of q's columns; None = all of 0..V-1.   head_seconds: time spent in head products.
+    (point masses).   ids: [S] target ids of q's columns; None = all of 0..V-1.   head_seconds: time spent in head products; NaN where
+    nobody knows (`head_clock`).
     """
 
     tokens: Tensor
@@ -65,6 +68,12 @@ class Proposal:
             return self
         q = None if self.q is None else self.q[:count]
         return Proposal(self.tokens[:count], self.parents[:count], q, self.ids, self.head_seconds)
+
+
+def head_clock(device: torch.device) -> Callable[[], float]:
+    """Reads seconds before and after a head product; NaN off the CPU: nobody waits for the device inside a draft step, and how long it
+    takes to ask for a product is not how long the product takes."""
+    return time.perf_counter if device.type == "cpu" else lambda: math.nan
 
 
 def nothing() -> Proposal:

@@ -14,7 +14,6 @@ D head width, W queries that the importance is made of, H width, A taps, S live 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from specdraft.config import UserError
 from specdraft.models.attention import Attention, AttentionInputs, attend_with_weights
 from specdraft.models.cache import Append, KVCache
-from specdraft.models.drafter import Choose, LiveRows, Proposal
+from specdraft.models.drafter import Choose, LiveRows, Proposal, head_clock
 from specdraft.models.generic import HookedCache
 from specdraft.models.heads import FullHead
 from specdraft.models.target import TargetModel
@@ -94,12 +93,12 @@ class SparseSelfDrafter:
     def propose(self, budget: int, choose: Choose, live: LiveRows | None = None) -> Proposal:
         """See Drafter.propose. A chain of at most `longest` tokens."""
         token = self.sequence.rewind()
-        tokens, laws, head_seconds = [], [], 0.0
+        tokens, laws, head_seconds, now = [], [], 0.0, head_clock(self.target.device)
         while len(tokens) < min(budget, self.config.longest):
             last = self.sequence.draft(token)
-            start = time.perf_counter()
+            start = now()
             logits = self._logits(last[:, 0], live)
-            head_seconds += time.perf_counter() - start
+            head_seconds += now() - start
             column, law, is_last = choose(logits)
             tokens.append(column if live is None else live.ids[column])
             laws.append(law)

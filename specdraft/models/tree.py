@@ -107,11 +107,13 @@ class Eagle2Tree(TreeSize):
 
 class _Eagle2Growth:
     """Every level's candidates go into one pool; a candidate's parent stands before it there, and is at least as likely. They are few:
-    numpy handles them in a fraction of the time that torch needs, and a level waits for the device once."""
+    numpy handles them in a fraction of the time that torch needs, and a level waits for the device once.
+
+    ids are read after the first product: until then live rows may still be gathered (LiveRows)."""
 
     def __init__(self, tree: Eagle2Tree, depth: int, ids: Tensor | None):
         self.tree, self.depth = tree, depth
-        self.ids, self.ids_here = ids, None if ids is None else ids.numpy(force=True)
+        self.ids, self.ids_here = ids, None
         self.tokens: list[np.ndarray] = []  # of each level's candidates
         self.parents: list[np.ndarray] = []  # their places in the pool, -1 = the last committed token
         self.scores: list[np.ndarray] = []  # log-probabilities of their paths
@@ -121,6 +123,7 @@ class _Eagle2Growth:
         width, self.device = min(self.tree.top_k, logits.shape[1]), logits.device
         best, columns = (found.numpy(force=True) for found in _log_law_top(logits, width))
         if not self.size:  # the last committed token
+            self.ids_here = None if self.ids is None else self.ids.numpy(force=True)
             place, path = np.array([-1]), np.zeros(1, best.dtype)
         else:
             place, path = self.frontier, self.scores[-1][self.picked]

@@ -1,5 +1,6 @@
 """eval/lossless.py, eval/bench.py and benchmarks/decode.py as users run them, on a tiny pair."""
 
+import copy
 import itertools
 import json
 import os
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from specdraft.config import UserError
+from specdraft.decoding.bench import Request
 from specdraft.decoding.check import GreedyCheck
 from specdraft.decoding.length_policies import LENGTH_POLICIES
 from specdraft.decoding.vocab_policies import VOCAB_POLICIES
@@ -19,7 +21,7 @@ from specdraft.models.checkpoint import save_drafter
 from specdraft.models.heads import HeadConfig
 from specdraft.models.initialise import DrafterConfig, new_drafter
 from specdraft.models.target import TargetModel
-from specdraft.testing import tiny_model, tiny_tokenizer
+from specdraft.testing import tiny_model, tiny_target, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,7 +64,7 @@ def test_a_lossless_pair_passes(workdir):
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["breaks"] == []
     sides = {f"{name}/fixed" for name in VOCAB_POLICIES} | {f"all/{name}" for name in LENGTH_POLICIES}
-    sides |= {f"{name}/eagle2" for name in VOCAB_POLICIES}
+    sides |= {f"{name}/{tree}" for name in VOCAB_POLICIES for tree in ("eagle2", "sampled")}
     for dtype in ("float32", "bfloat16"):
         assert set(result["results"][dtype]) == sides
     assert all(side["match_rate"] == 1 for side in result["results"]["float32"].values())
@@ -163,12 +165,12 @@ def test_the_benchmark(workdir):
     """Drafters x policies x tasks, the target alone always among them; then a second run, which goes on from the first, at one
     temperature more."""
     (workdir / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
-    flags = ("--drafters", "useful", "low", "--vocab", "all", "nanospec", "--trees", "chain", "eagle2")
+    flags = ("--drafters", "useful", "low", "--vocab", "all", "nanospec", "--trees", "chain", "eagle2", "sampled")
     done = bench(workdir, *flags)
     assert done.returncode == 0, done.stderr
     assert "3 requests of 2 prompts; 0 turns left out" in done.stdout
     lines = read_results(workdir)
-    sides = itertools.product(("useful", "low"), ("all", "nanospec"), ("fixed", "eagle2"))
+    sides = itertools.product(("useful", "low"), ("all", "nanospec"), ("fixed", "eagle2", "sampled"))
     names = ["target alone", *map("/".join, sides)]
     cells = [(line["task"], line["name"]) for line in lines]
     assert sorted(cells) == sorted((task, name) for task in ("mt_bench", "qa", "all") for name in names)
@@ -178,20 +180,42 @@ def test_the_benchmark(workdir):
     assert by_name["useful/nanospec/fixed"]["live_rows"] > 0
     assert by_name["low/all/fixed"]["nu"] > 0
     assert by_name["useful/all/fixed"]["hindsight_length"] >= 0
+    assert by_name["useful/all/eagle2"]["hindsight_length"] is None
     for line in lines:
         assert (line["requests"], line["repeats"]) == ({"mt_bench": 2, "qa": 1, "all": 3}[line["task"]], 2)
         assert line["config"]["policies"]["most"] == 3
-        assert {"machine", "versions", "date"} <= set(line["provenance"])
+        assert [{"machine", "versions", "date"} <= set(one) for one in line["provenance"]] == [True]
 
     raw = {path: path.stat().st_mtime_ns for path in (workdir / "bench" / "raw").iterdir()}
     assert len(raw) == 2 * 2
-    removed = next(iter(raw))
+    removed, *others = raw
     removed.unlink()
+    for path in others:
+        path.write_text(path.read_text().replace(lines[0]["provenance"][0]["date"], "2001-01-01"))
+    raw = {path: path.stat().st_mtime_ns for path in others}
     again = bench(workdir, *flags)
     assert again.returncode == 0, again.stderr
     assert again.stdout.count("contenders\n") == 1
-    assert {path for path in raw if path.stat().st_mtime_ns != raw[path]} == {removed}
-    assert len(read_results(workdir)) == len(lines)
+    assert [path.stat().st_mtime_ns for path in others] == list(raw.values())
+    assert removed.exists()
+    found = read_results(workdir)
+    assert len(found) == len(lines)
+    dates = {line["task"]: {one["date"] for one in line["provenance"]} for line in found}
+    assert all("2001-01-01" in of for of in dates.values()), "a measurement keeps its date"
+    assert len(dates["all"]) == 2
+
+
+def test_a_measurement_is_that_of_its_device_and_precision():
+    """Whoever runs the same command on a GPU does not get the CPU's times."""
+    program = runpy.run_path(str(ROOT / "eval" / "bench.py"))
+    here, requests = tiny_target(), [Request("q1", "qa", [1, 2])]
+    elsewhere, rounded = copy.copy(here), copy.copy(here)
+    elsewhere.device, rounded.step_dtype = torch.device("meta"), torch.bfloat16
+    runs = [
+        program["Run"](program["BenchConfig"](), target, requests, 0, {(0.0, 1): {}})
+        for target in (here, elsewhere, rounded)
+    ]
+    assert len({program["unit_path"](run, (0.0, 1), "qa", 0) for run in runs}) == 3
 
 
 def test_the_benchmark_at_temperature_1_in_batches(workdir):
@@ -201,6 +225,9 @@ def test_the_benchmark_at_temperature_1_in_batches(workdir):
         "low",
         "--length",
         "libraspec",
+        "--trees",
+        "chain",
+        "sampled",
         "--temperatures",
         "1",
         "--batches",
@@ -212,7 +239,8 @@ def test_the_benchmark_at_temperature_1_in_batches(workdir):
     done = bench(workdir, *flags)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (workdir / "sampled" / "results.jsonl").read_text().splitlines()]
-    assert [line["name"] for line in lines] == ["target alone", "low/all/libraspec"]
+    assert [line["name"] for line in lines] == ["target alone", "low/all/libraspec", "low/all/sampled"]
+    assert lines[2]["tree"]["shape"] == "sampled"
     assert lines[1]["length"]["retreats"] is False
     assert lines[1]["batch"] == 2
     assert "match_rate" not in lines[1]
@@ -280,6 +308,10 @@ def test_the_benchmark_with_int8_heads(workdir):
         (
             ["--drafters", "useful", "odd", "--prompts=prompts.jsonl"],
             "drafters: odd reads the target's layers (1, 3, 6), allowed: (2, 4, 5), those of useful",
+        ),
+        (
+            ["--drafters", "useful", "--policies.evospec.across-requests=true"],
+            "error: policies.evospec.across_requests: got true, allowed: false, as contenders would learn",
         ),
     ],
 )

@@ -1,5 +1,6 @@
 """Requests, contenders and one cell of a benchmark, on tiny pairs; eval/bench.py itself is in tests/programs."""
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -12,7 +13,7 @@ from specdraft.config import UserError
 from specdraft.data.chat import AnswerRow, render_prompt
 from specdraft.data.tasks import Prompt, builtin_prompts, split_held_out
 from specdraft.data.vocab import VocabMap, required_ids
-from specdraft.decoding import bench, contenders
+from specdraft.decoding import bench, contenders, evospec
 from specdraft.decoding.contenders import CostConfig, PolicyConfig, make_entries
 from specdraft.decoding.costs import CostTable
 from specdraft.decoding.evospec import EvoSpecConfig
@@ -160,6 +161,10 @@ def test_cells_are_pooled_request_by_request():
     found = bench.cell_numbers(bench.pooled(cells), "two", None, None)
     assert (found["requests"], found["repeats"]) == (5, 2)
     assert found["tokens"] == 5 * 16
+    cells[0][1]["provenance"] = [{"date": "2001-01-01"}]
+    dates = [one["date"] for one in bench.cell_numbers(bench.pooled(cells), "two", None, None)["provenance"]]
+    assert sorted(dates)[0] == "2001-01-01"
+    assert len(dates) == 2, "every one that is different, once"
 
 
 def test_a_line_that_a_killed_run_left_half_written_is_made_again(target, tmp_path):
@@ -228,6 +233,9 @@ def test_every_policy_can_be_had_by_name(target, tmp_path, monkeypatch):
         write_answers(tmp_path / "answers.jsonl"), 50, most=4, evospec=EvoSpecConfig(core=30, tail=10)
     )
     drafters = {"full": drafter_of(target, "full"), "cut": drafter_of(target, "trimmed")}
+    made, known = [], {}
+    index = evospec.SemanticIndex
+    monkeypatch.setattr(evospec, "SemanticIndex", lambda rows: made.append(1) or index(rows))
     for temperature in (0.0, 1.0):
         entries = make_entries(
             target,
@@ -235,14 +243,16 @@ def test_every_policy_can_be_had_by_name(target, tmp_path, monkeypatch):
             {"full": "1", "cut": "2"},
             tuple(VOCAB_POLICIES),
             tuple(LENGTH_POLICIES),
-            ("chain", "eagle2"),
+            ("chain", "eagle2", "sampled"),
             settings,
             temperature,
             3,
             CostConfig(tmp_path / "costs", [[1, 2, 3]]),
+            known,
         )
-        assert len(entries) == 2 * len(VOCAB_POLICIES) * (len(LENGTH_POLICIES) + 1)
+        assert len(entries) == 2 * len(VOCAB_POLICIES) * (len(LENGTH_POLICIES) + 2)
         for entry in entries.values():
+            assert entry.costs is None, "nobody measured rounds of three requests"
             assert len(entry.side.rows) == 3
             policies = [row.vocab_policy for row in entry.side.rows]
             assert len(set(map(id, policies))) == (3 if policies[0].is_per_request else 1)
@@ -250,11 +260,37 @@ def test_every_policy_can_be_had_by_name(target, tmp_path, monkeypatch):
             assert len(set(map(id, lengths))) == 3 or entry.side.tree is not None
             assert temperature == 0 or not any(length and length.bias for length in lengths)
         assert entries["full/nanospec/eagle2"].full_head == "full/all/eagle2"
+        assert entries["cut/all/sampled"].side.tree == settings.sampled
         assert entries["cut/nanospec/svip"].full_head == "full/all/svip"
         assert entries["full/nanospec/svip"].full_head == "full/all/svip"
         json.dumps([entry.what for entry in entries.values()])
         assert entries["full/nanospec/fixed"].what["vocab"] == {"policy": "nanospec", "capacity": 3072, "kind": "grow"}
         assert entries["full/all/libraspec"].what["length"]["retreats"] == (temperature == 0)
+    assert len(made) == 2, "one semantic index for a head, whatever the cells"
+
+
+@pytest.mark.parametrize(
+    ("change", "changed"),
+    [("frequency", {"frequency/fixed", "frequency/entropy"}), ("costs", {"all/entropy", "frequency/entropy"})],
+)
+def test_a_contender_is_named_by_the_files_that_it_decides_by(target, tmp_path, monkeypatch, change, changed):
+    """What lies on disk for it is then not taken for that of another file, or of costs that were measured again."""
+    costs, path = [COSTS], write_answers(tmp_path / "answers.jsonl")
+    monkeypatch.setattr(contenders, "measure_costs", lambda *args, **options: (costs[0], [0.5]))
+
+    def found(folder):
+        drafter, measuring = {"a": drafter_of(target, "full")}, CostConfig(tmp_path / folder, [[1, 2]])
+        names = (["all", "frequency"], ["fixed", "entropy"], ["chain"])
+        return make_entries(target, drafter, {"a": "1"}, *names, PolicyConfig(path, 50, most=4), 0.0, 1, measuring)
+
+    before, again = found("one"), found("two")
+    assert [entry.what for entry in before.values()] == [entry.what for entry in again.values()]
+    if change == "frequency":
+        write_answers(path, count=7)
+    else:
+        costs[0] = dataclasses.replace(COSTS, alone=2.0)
+    after = found("three")
+    assert {name for name in before if before[name].what != after[name].what} == {f"a/{name}" for name in changed}
 
 
 def test_the_target_that_drafts_for_itself_is_a_contender(tmp_path, monkeypatch):
@@ -269,6 +305,7 @@ def test_the_target_that_drafts_for_itself_is_a_contender(tmp_path, monkeypatch)
     options = (settings, 0.0, 1, CostConfig(tmp_path / "costs", [[1, 2, 3]]))
     entries = make_entries(target, both, {**hashes, "low": "1"}, *names, *options)
     own = {name: entry for name, entry in entries.items() if name.startswith("sparse_self/")}
+    assert [name for name, entry in entries.items() if entry.costs is None] == ["low/all/eagle2", "low/nanospec/eagle2"]
     assert set(own) == {f"sparse_self/{vocab}/{length}" for vocab in names[0] for length in LENGTH_POLICIES}
     assert own["sparse_self/nanospec/svip"].full_head == "sparse_self/all/svip"
     assert entries["low/all/fixed"].full_head is None
@@ -316,6 +353,10 @@ def test_costs_are_measured_once_for_a_contender(target, tmp_path, monkeypatch):
     assert len(measured) == 2
     contenders.costs_of(target, side, {"drafter": "a"}, settings, 1.0, measuring)
     assert [options["temperature"] for options in measured] == [0.0, 0.0, 1.0]
+    elsewhere = copy.copy(target)
+    elsewhere.device = torch.device("meta")
+    contenders.costs_of(elsewhere, side, {"drafter": "a"}, settings, 1.0, measuring)
+    assert len(measured) == 4
 
 
 def test_without_a_full_head_nothing_is_compared_with_one(target, tmp_path, monkeypatch):
@@ -371,7 +412,7 @@ def test_answers_that_are_measured_on_are_not_counted(target, tmp_path):
 @pytest.mark.parametrize(
     ("vocab", "length", "tree", "message"),
     [
-        ("all", "fixed", "some", "trees: got 'some', allowed: chain, eagle2"),
+        ("all", "fixed", "some", "trees: got 'some', allowed: chain, eagle2, sampled"),
         ("some", "fixed", "chain", "vocab: got 'some', allowed: all, frequency, nanospec, evospec"),
         ("all", "some", "chain", "length: got 'some', allowed: fixed"),
         ("frequency", "fixed", "chain", "policies.frequency: got none, needed by"),
@@ -419,6 +460,6 @@ def test_a_batch_gives_what_its_requests_give_alone(target, batch, tree):
         own, together = ([row["tokens"] for row in repeats[size]["outputs"][name]] for size in (1, batch))
         assert own == together
         assert len(own) == 5
-    found = bench.cell_numbers([repeats[batch]], "a", COSTS, None)
-    assert ("hindsight_length" in found) == (tree is None)
+    found = bench.cell_numbers([repeats[batch]], "a", None, None)
+    assert found["hindsight_length"] is found["best_fixed_length"] is None
     assert found["tau"] == pytest.approx(found["tau_identity"])

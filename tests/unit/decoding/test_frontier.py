@@ -1,5 +1,6 @@
 """Measured head times, what is predicted from them, and the table and plot of all sizes, on a tiny target."""
 
+import copy
 import json
 import sys
 from dataclasses import replace
@@ -115,6 +116,10 @@ def test_times_are_measured_once(target, tmp_path, monkeypatch):
     for _ in range(2):
         assert cached_head_times(target, tmp_path, drafted=3, repeats=2).warning == "busy"
     assert len(made) == 2
+    elsewhere = copy.copy(target)
+    elsewhere.device = torch.device("meta")
+    cached_head_times(elsewhere, tmp_path, drafted=2, repeats=2)
+    assert len(made) == 3
 
 
 def test_ranks_by_predicted_throughput(target, monkeypatch):

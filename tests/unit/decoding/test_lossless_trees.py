@@ -6,11 +6,12 @@ import torch
 from test_lossless import KINDS, PROMPTS, chi_square, law_of_three, make_drafter
 
 from specdraft.data.chat import render_prompt
+from specdraft.decoding.evospec import EvoSpecConfig, EvoSpecVocabulary
 from specdraft.decoding.generate import autoregressive_generate, speculative_generate, speculative_generate_batch
-from specdraft.decoding.length_policies import Fixed
+from specdraft.decoding.length_policies import Fixed, Heuristic
 from specdraft.decoding.sampling import Sampling
 from specdraft.decoding.trace import joint_acceptance, tau
-from specdraft.decoding.vocab_policies import NanoSpec
+from specdraft.decoding.vocab_policies import AllTokens, FrequencyList, NanoSpec
 from specdraft.models.target import TargetModel
 from specdraft.models.tree import Chain, Eagle2Tree, SampledTree
 from specdraft.testing import tiny_model, tiny_target
@@ -99,24 +100,66 @@ def test_a_row_is_what_it_would_be_alone(target, shape, temperature):
         assert [r.live for r in output.trace.rounds] == [r.live for r in alone.trace.rounds]
 
 
-@pytest.mark.parametrize("kind", ["full", "trimmed"])
-@pytest.mark.parametrize("tree", [Eagle2Tree(4, 2, 2), SampledTree(4, 2, 2)], ids=str)
-def test_sampled_outputs_follow_the_targets_law(kind, tree):
+@pytest.mark.parametrize("kind", ["trimmed", "lowrank"])
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: type(tree).__name__)
+def test_a_length_policy_limits_the_depth_of_a_tree(kind, tree):
+    """The output is the target's all the same, beside a live vocabulary."""
+    target = tiny_target()
+    drafter = make_drafter(target, kind)
+    expected = autoregressive_generate(target, PROMPTS[1], max_new_tokens=20).tokens
+    for length, most in ((Fixed(1), 1), (Heuristic(2, 2), 2)):
+        policies = {"length_policy": length, "vocab_policy": NanoSpec(drafter.lm_head, 40, "ring")}
+        output = speculative_generate(target, drafter, PROMPTS[1], max_new_tokens=20, tree=tree, **policies)
+        assert output.tokens == expected
+        assert {r.depth for r in output.trace.rounds} == set(range(most + 1)), "0 at the end, where one token is left"
+
+
+def small_vocabulary(name, head, target):
+    """Three of six tokens live."""
+    if name == "evospec":
+        return EvoSpecVocabulary(head, range(6), target.head_weight, target.norm, EvoSpecConfig(2, 1, residency=0))
+    return {
+        "all": lambda: AllTokens(head),
+        "frequency": lambda: FrequencyList(head, range(6), 3),
+        "nanospec": lambda: NanoSpec(head, 3, "ring", top=1),
+    }[name]()
+
+
+@pytest.mark.parametrize(
+    ("tree", "kind", "vocab", "length"),
+    [
+        (Eagle2Tree(4, 2, 2), "full", "all", None),
+        (Eagle2Tree(4, 2, 2), "trimmed", "all", None),
+        (SampledTree(4, 2, 2), "full", "all", None),
+        (SampledTree(4, 2, 2), "trimmed", "all", None),
+        (Eagle2Tree(4, 2, 2), "full", "nanospec", None),
+        (SampledTree(4, 2, 2), "lowrank", "nanospec", None),
+        (Eagle2Tree(4, 2, 2), "lowrank", "frequency", None),
+        (SampledTree(4, 2, 2), "full", "evospec", None),
+        (SampledTree(6, 3, 2), "trimmed", "frequency", Heuristic),
+    ],
+    ids=str,
+)
+def test_sampled_outputs_follow_the_targets_law(tree, kind, vocab, length):
     """Fault 33. Chi-square over outputs of three tokens of a random pair, 250 texts at a time. (After the first token of a text
-    of three a draft is one level deep: so the texts are of four tokens, and the first three are counted.)"""
+    of three a draft is one level deep: so the texts are of four tokens, and the first three are counted.) Live vocabularies, and depths
+    that follow what was accepted (1 level, then 1 or 2; texts of six tokens), change nothing."""
     target = tiny_target(vocab=6, hidden=16, layers=3, tap_layers=(0, 1, 2))
     target.eos_token_ids = ()
     drafter, prompt, total, at_once = make_drafter(target, kind), [3, 1, 4], 1000, 250
     law = law_of_three(target, prompt, Sampling(1.0))
     counts, traces = {}, []
+    vocabs = [small_vocabulary(vocab, drafter.lm_head, target) for _ in range(at_once)]
     for start in range(0, total, at_once):
         outputs = speculative_generate_batch(
             target,
             drafter,
             [prompt] * at_once,
-            max_new_tokens=4,
+            max_new_tokens=4 if length is None else 6,
             temperature=1.0,
             tree=tree,
+            vocab_policies=vocabs,
+            length_policies=length and [length(1, 3) for _ in range(at_once)],
             generators=[torch.Generator().manual_seed(start + i) for i in range(at_once)],
         )
         for output in outputs:
@@ -127,6 +170,7 @@ def test_sampled_outputs_follow_the_targets_law(kind, tree):
     assert statistic < degrees + 3.1 * (2 * degrees) ** 0.5 + 4  # about 0.1 %
     assert 0.05 < joint_acceptance(traces)[0] < 0.95
     assert joint_acceptance(traces)[1] > 0
+    assert {r.live for trace in traces for r in trace.rounds if r.drafted} == {0 if vocab == "all" else 3}
 
 
 @pytest.mark.real

@@ -4,10 +4,12 @@ import json
 import math
 
 import pytest
+import torch
 
 from specdraft.decoding import numbers
 from specdraft.decoding.costs import CostTable
 from specdraft.decoding.trace import DecodeTrace, Round
+from specdraft.models.drafter import head_clock
 
 
 def trace(rounds, seconds=None):
@@ -47,6 +49,14 @@ def test_coverage_counts_what_could_have_been_drafted():
     assert found["coverage_draft"] == (7 + 1) / 9
     assert found["out_of_vocabulary"] == 1 / 9
     assert found["coverage_committed"] == (7 + 2) / 11
+
+
+def test_positions_of_a_tree_are_its_levels():
+    """A tree of six nodes on two levels: a path that goes down both was not rejected, and its bonus token is no miss."""
+    whole, cut = (Round(6, accepted, accepted + 1, is_covered=False, levels=2) for accepted in (2, 1))
+    found = numbers.acceptance([[trace([whole, whole, cut], 1.0)]])
+    assert (found["coverage_draft"], found["out_of_vocabulary"]) == (5 / 6, 1 / 6)
+    assert found["coverage_committed"] == 5 / 8
 
 
 def test_the_target_alone_has_no_draft_to_report():
@@ -97,7 +107,8 @@ def test_hindsight_and_the_best_single_length():
     assert found["hindsight_distance"] == (0 + 3 + 4 + 0 + 0) / 5
     assert found["hindsight_lower_bounds"] == 3 / 5
     assert found["best_fixed_length"] == costs.best_length([3 / 4, 2 / 3, 1, 1])
-    assert numbers.hindsight([[DecodeTrace(3, 1)]], costs) == {}
+    for nothing in (numbers.hindsight([[DecodeTrace(3, 1)]], costs), numbers.hindsight(OWN, None)):
+        assert nothing == dict.fromkeys(found)
 
 
 def side(head, rest, accepted, rounds=20):
@@ -126,6 +137,22 @@ def test_a_prediction_that_is_off_is_flagged():
     assert found["rho_tps_predicted"] / found["rho_tps_measured"] > 1.05
     assert "(1.1) is +" in found["prediction_warning"]
     assert numbers.against_full_head(ALONE, side(0.2, 0.8, 2)) == {}
+
+
+def test_head_times_that_nobody_knows_are_none():
+    """Off the CPU a head product is not waited for; everything else of the round is known."""
+    now = head_clock(torch.device("cuda"))
+    cheap, full = side(0.2, 0.8, 1), side(0.2, 0.8, 2)
+    for r in cheap[0][0].rounds + full[0][0].rounds:
+        r.head_s = now() - now()
+    row = json.loads(json.dumps(numbers.trace_to_row(cheap[0][0]), allow_nan=False))
+    assert math.isnan(numbers.trace_from_row(row).rounds[0].head_s)
+    found = numbers.without_nan(numbers.times(cheap, ALONE) | numbers.against_full_head(cheap, full))
+    assert found["draft_ms"] == pytest.approx(500)
+    assert [found[name] for name in ("head_ms", "nu", "kappa", "rho_tps_predicted")] == [None] * 4
+    assert found["rho_tau"] == found["rho_tps_measured"] == pytest.approx(2 / 3)
+    assert found["prediction_warning"] == ""
+    assert head_clock(torch.device("cpu"))() > 0
 
 
 def test_traces_round_trip_through_json():

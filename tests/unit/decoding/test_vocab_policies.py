@@ -19,9 +19,11 @@ from specdraft.decoding.trace import conditional_acceptance
 from specdraft.decoding.vocab_policies import VOCAB_POLICIES, AllTokens, FrequencyList, NanoSpec
 from specdraft.models.heads import HeadConfig
 from specdraft.models.initialise import DrafterConfig, new_drafter
+from specdraft.models.tree import Chain, Eagle2Tree, SampledTree
 from specdraft.testing import tiny_target
 
 KINDS = ["full", "trimmed", "lowrank"]
+TREES = [Chain(), Eagle2Tree(8, 3, 3), SampledTree(8, 3, 3)]
 PROMPTS = [[5, 80, 33], list(range(40, 61))]
 
 
@@ -46,17 +48,19 @@ def make_policy(name, head, target):
     }[name]()
 
 
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: type(tree).__name__)
 @pytest.mark.parametrize("name", VOCAB_POLICIES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_vocabulary_policy_changes_a_greedy_output(name, kind):
-    """Every policy on every head, in fp32, over two requests in a row."""
+def test_no_vocabulary_policy_changes_a_greedy_output(name, kind, tree):
+    """Every policy on every head in every shape, in fp32, over two requests in a row."""
     target = tiny_target()
     drafter = make_drafter(target, kind)
     policy = make_policy(name, drafter.lm_head, target)
     for prompt in PROMPTS:
-        expected = autoregressive_generate(target, prompt, max_new_tokens=25).tokens
-        output = speculative_generate(target, drafter, prompt, max_new_tokens=25, vocab_policy=policy)
+        expected = autoregressive_generate(target, prompt, max_new_tokens=15).tokens
+        output = speculative_generate(target, drafter, prompt, max_new_tokens=15, vocab_policy=policy, tree=tree)
         assert output.tokens == expected
+        assert max(r.drafted > r.depth for r in output.trace.rounds) == (tree.width > 1)
 
 
 @pytest.mark.parametrize("name", VOCAB_POLICIES)
@@ -83,21 +87,29 @@ def test_live_logits_are_those_columns_of_the_head(name, kind):
 # --- NanoSpec, as published ---
 
 
-class Watched(NanoSpec):
-    """Notes the live set of every round, and what it was told."""
+class Told(NanoSpec):
+    """Notes what it was told of every round."""
 
     def begin(self, prompt, last, logits_of):
         super().begin(prompt, last, logits_of)
-        self.lives, self.told = [], []
+        self.told = []
+
+    def observe(self, seen):
+        self.told.append((seen.drafted, seen.logits.clone()))
+        super().observe(seen)
+
+
+class Watched(Told):
+    """Notes the live set of every round, too."""
+
+    def begin(self, prompt, last, logits_of):
+        super().begin(prompt, last, logits_of)
+        self.lives = []
 
     def live(self):
         live = super().live()
         self.lives.append(None if live is None else live.ids.tolist())
         return live
-
-    def observe(self, seen):
-        self.told.append((seen.drafted, seen.logits.clone()))
-        super().observe(seen)
 
 
 def top3(logits):
@@ -270,18 +282,21 @@ def test_a_row_buffer_refuses_gaps_and_overflow(start, count):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("capacity", [8, 3072])
-def test_the_asynchronous_gather_gives_what_the_synchronous_one_does(kind, capacity):
-    """Outputs and live sets of every round, on both devices; fp64, so that both say the same."""
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: type(tree).__name__)
+def test_the_asynchronous_gather_gives_what_the_synchronous_one_does(kind, capacity, tree):
+    """Outputs, drafts and sizes of the live set in every round, on both devices; fp64, so that both say the same. Nothing but the
+    draft looks at the rows, as that could wait for them."""
     seen = []
     for device in ("cpu", "cuda"):
         target = tiny_target(dtype=torch.float64)
         target = type(target).from_model(target.model.to(device), tap_layers=target.tap_layers)
         drafter = make_drafter(target, kind).to(device)
-        policy = Watched(drafter.lm_head, capacity, "ring")
-        outputs = [
-            speculative_generate(target, drafter, prompt, max_new_tokens=25, vocab_policy=policy) for prompt in PROMPTS
-        ]
-        seen.append(([output.tokens for output in outputs], policy.lives))
+        policy = Told(drafter.lm_head, capacity, "ring")
+        seen.append([])
+        for prompt in PROMPTS:
+            output = speculative_generate(target, drafter, prompt, max_new_tokens=25, vocab_policy=policy, tree=tree)
+            drafts, rounds = [drafted for drafted, _ in policy.told], output.trace.rounds
+            seen[-1].append((output.tokens, drafts, [(r.accepted, r.live) for r in rounds]))
     assert seen[0] == seen[1]
 
 

@@ -156,6 +156,26 @@ def test_a_chain_stops_where_its_sampling_says_so():
     assert len(paths) == 2
 
 
+@pytest.mark.parametrize("shape", [Chain(), Eagle2Tree(9, 3, 3), SampledTree(9, 3, 3)], ids=lambda s: type(s).__name__)
+def test_ids_are_read_after_the_product(shape):
+    """On a GPU live rows are still being gathered when a draft begins; the product waits for them."""
+
+    class Gathered(torch.Tensor):
+        is_there = False
+
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            assert cls.is_there, "read too early"
+            return super().__torch_function__(function, types, args, kwargs)
+
+    ids = torch.arange(10, 20).as_subclass(Gathered)
+    growth = shape.begin(Ask(3, Sampling().choose), ids)
+    Gathered.is_there = True
+    law = random_law(10)
+    growth.grow(law(())[None])
+    assert growth.proposal().tokens[0] == 10 + law(()).argmax()
+
+
 @pytest.mark.parametrize("kind", [Eagle2Tree, SampledTree])
 @pytest.mark.parametrize("options", [{"total_tokens": 0}, {"depth": 0}, {"top_k": -1}], ids=str)
 def test_bad_trees_are_refused(kind, options):
