@@ -275,7 +275,7 @@ def test_the_benchmark_with_int8_heads(workdir):
         (["--drafters", "useful", "--tasks", "poems", "--prompts=prompts.jsonl"], "tasks: got poems, allowed: other"),
         (["--drafters", "nowhere"], "has no config.json"),
         (
-            ["--drafters", "useful", "--policies.evospec.across-requests=true"],
+            ["--drafters", "useful", "--policies.evospec.across-requests"],
             "error: policies.evospec.across_requests: got true, allowed: false, as contenders would learn",
         ),
     ],
