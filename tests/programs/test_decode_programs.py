@@ -310,7 +310,7 @@ def test_the_benchmark_with_int8_heads(workdir):
             "drafters: odd reads the target's layers (1, 3, 6), allowed: (2, 4, 5), those of useful",
         ),
         (
-            ["--drafters", "useful", "--policies.evospec.across-requests=true"],
+            ["--drafters", "useful", "--policies.evospec.across-requests"],
             "error: policies.evospec.across_requests: got true, allowed: false, as contenders would learn",
         ),
     ],
