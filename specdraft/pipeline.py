@@ -83,8 +83,12 @@ def run(config: RunConfig) -> None:
         training = time.perf_counter()
         trained = trainer.run()
         training = time.perf_counter() - training
-        if isinstance(job.states, Online) and job.states.bad:
-            accelerator.print(f"training: {len(job.states.bad)} examples had NaN or infinite states and were left out")
+        if isinstance(job.states, Online):
+            if job.states.bad:
+                accelerator.print(
+                    f"training: {len(job.states.bad)} examples had NaN or infinite states and were left out"
+                )
+            job.states.forget()  # before anything is timed
         if accelerator.is_main_process:
             drafter.to(target.dtype).eval()  # which is fp32 where the processor has no bf16
             measured = measure(target, drafter, job.held_out_rows, config.measure)

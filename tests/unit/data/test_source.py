@@ -69,6 +69,16 @@ def test_cache_saves_the_forward_and_respects_its_limit():
     assert online.used_bytes == 9 * rows
 
 
+def test_a_cache_that_is_forgotten_fills_again():
+    target = CountingTarget()
+    online = Online(target, cache_bytes=10**6)
+    before = online.batch(EXAMPLES)
+    online.forget()
+    assert online.used_bytes == 0
+    assert torch.equal(online.batch(EXAMPLES).taps, before.taps)
+    assert target.sequences == 2 * len(EXAMPLES)
+
+
 def test_cache_key_is_the_content_not_the_name():
     """Fault 5."""
     target = CountingTarget()
