@@ -5,7 +5,7 @@ import torch
 
 from specdraft.config import UserError
 from specdraft.data.chat import Example
-from specdraft.data.source import Online, plan_batches, plan_rounds, run_padded, run_target
+from specdraft.data.source import Online, Slabs, plan_batches, plan_rounds, run_padded, run_target
 from specdraft.testing import tiny_target
 
 
@@ -67,6 +67,16 @@ def test_cache_saves_the_forward_and_respects_its_limit():
         online.batch(EXAMPLES)
     assert target.sequences == 3 + 1 + 1
     assert online.used_bytes == 9 * rows
+
+
+def test_slabs_hold_many_tensors_each(monkeypatch):
+    monkeypatch.setattr("specdraft.data.source.SLAB_BYTES", 40)
+    slabs = Slabs()
+    tensors = [torch.randn(shape) for shape in ((2, 3), (1, 4), (5, 5), (1, 2))] + [torch.arange(3)]
+    copies = [slabs.copy(tensor) for tensor in tensors]
+    assert all(torch.equal(one, other) for one, other in zip(copies, tensors, strict=True))
+    blocks = [copy.untyped_storage().data_ptr() for copy in copies]
+    assert blocks[0] == blocks[1] != blocks[2] != blocks[3]
 
 
 def test_a_cache_that_is_forgotten_fills_again():
