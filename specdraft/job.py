@@ -42,13 +42,14 @@ from specdraft.training.objective import ObjectiveConfig, Rows, supervised_count
 from specdraft.training.optim import OptimConfig
 from specdraft.training.processes import make_accelerator
 
-WHITENING_TOKENS = 16384
+FITTED_TOKENS = 16384  # at most, and
+FITTED_EXAMPLES = 256  # about as many, for what is fitted before training
 
 
 def a_few_minutes() -> AnswerConfig:
     """Answers for half an hour. After five sampled tokens the target goes on as it does at T = 0: different answers to one prompt, and
     the text that is drafted for (docs/log.md)."""
-    return AnswerConfig(max_new_tokens=160, temperature=1.0, greedy_after=5, max_minutes=12)
+    return AnswerConfig(max_new_tokens=192, temperature=1.0, greedy_after=5, max_minutes=12)
 
 
 def half_an_hour() -> TrainConfig:
@@ -57,7 +58,7 @@ def half_an_hour() -> TrainConfig:
     loss = LossConfig(terms={name: float(name == "lk_hybrid") for name in LOSSES}, decay=0.3)
     objective = ObjectiveConfig(steps=2, sampled_vocab=8192, loss=loss)
     optim = OptimConfig("auto", lr=2e-3, head_lr=1e-3)
-    return TrainConfig(epochs=12, tokens_per_batch=1024, eval_every=0, save_every=300, objective=objective, optim=optim)
+    return TrainConfig(epochs=12, tokens_per_batch=2048, eval_every=0, save_every=300, objective=objective, optim=optim)
 
 
 @dataclass
@@ -178,8 +179,11 @@ def choose_prompts(config: JobConfig, needed: int, count: int) -> tuple[list[Pro
             f"prompts: got {len(train)} for training and {len(held_out)} held out of {config.prompts}, allowed: at least 1 and {needed}; "
             "give more prompts"
         )
-    again = [replace(prompt, id=f"{prompt.id}#{n}") for n in range(2, config.answers_each + 1) for prompt in train]
-    return train + again, held_out[:count]
+    numbers = range(
+        2, config.answers_each + 1
+    )  # one behind the other: so that the target reads a prompt once for all its answers
+    each = [[prompt, *(replace(prompt, id=f"{prompt.id}#{n}") for n in numbers)] for prompt in train]
+    return [prompt for same in each for prompt in same], held_out[:count]
 
 
 def answer(
@@ -270,24 +274,48 @@ def training_limits(config: JobConfig, spent: float) -> TrainConfig:
     return replace(train, max_minutes=left if train.max_minutes is None else min(left, train.max_minutes))
 
 
+def spread(train: list[Example]) -> list[Example]:
+    """Some of the examples, from all of them: what stands together may be answers to one prompt."""
+    return train[:: max(1, len(train) // FITTED_EXAMPLES)]
+
+
 def head_features(states: HiddenStates, train: list[Example]) -> torch.Tensor:
-    """Last states of the target [N, H] from which the supervised tokens of the first examples come: what a whitened head is
-    fitted on. Examples whose states are not finite have an empty mask; training counts and reports them."""
+    """Last states of the target [N, H] from which supervised tokens come: what a whitened head is fitted on. Examples whose states are not
+    finite have an empty mask; training counts and reports them."""
     found, count = [], 0
-    for example in train:
+    for example in spread(train):
         batch = states.batch([example])
         found.append(batch.last[:, :-1][batch.loss_mask[:, 1:]])
         count += len(found[-1])
-        if count >= WHITENING_TOKENS:
+        if count >= FITTED_TOKENS:
             break
     return torch.cat(found)
 
 
+def read_text(states: HiddenStates, train: list[Example]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Taps [N, A*H] and tokens [N] of some examples, prompts and all: what a copying head is fitted on."""
+    taps, tokens, count = [], [], 0
+    for example in spread(train):
+        batch = states.batch([example])
+        if not batch.loss_mask.any():  # its states are not finite
+            continue
+        taps.append(batch.taps[0].float())
+        tokens.append(batch.input_ids[0])
+        count += len(tokens[-1])
+        if count >= FITTED_TOKENS:
+            break
+    if not tokens:
+        raise UserError(
+            f"hidden states: none of {len(train)} examples has finite ones; look for a broken target, or a dtype that overflows"
+        )
+    return torch.cat(taps), torch.cat(tokens)
+
+
 @torch.no_grad()
 def head_inputs(drafter: Eagle3Drafter, job: Job, steps: int) -> torch.Tensor:
-    """What the drafter's head reads [N, H], normed, at the supervised rows of the first training examples, all K steps of the unroll."""
+    """What the drafter's head reads [N, H], normed, at the supervised rows of some training examples, all K steps of the unroll."""
     found, count = [], 0
-    for example in job.train:
+    for example in spread(job.train):
         batch = job.states.batch([example])
         if not supervised_counts([batch.loss_mask[0].cpu()], steps)[0, 0]:
             continue
@@ -295,6 +323,6 @@ def head_inputs(drafter: Eagle3Drafter, job: Job, steps: int) -> torch.Tensor:
         hidden = drafter.unroll(batch.taps, batch.input_ids, rows.index, steps)  # [K, 1, M, H]
         found.append(hidden.flatten(1, 2)[:, rows.slot][rows.valid].float())
         count += len(found[-1])
-        if count >= WHITENING_TOKENS:
+        if count >= FITTED_TOKENS:
             break
     return torch.cat(found)

@@ -15,23 +15,27 @@ import torch
 
 from specdraft import summary
 from specdraft.config import UserError, config_to_dict, require_positive
-from specdraft.data.chat import AnswerRow, Example
+from specdraft.data.chat import Example
 from specdraft.data.source import Online
 from specdraft.data.vocab import VocabMap, count_tokens, require_tokens, required_ids
 from specdraft.decoding.generate import autoregressive_generate
 from specdraft.decoding.length_policies import Fixed
 from specdraft.decoding.measure import Contender, Speedup, drafts, measure_speedups
 from specdraft.decoding.sampling import Sampling
-from specdraft.job import JobConfig, head_features, make_trainer, prepare, start
+from specdraft.job import JobConfig, head_features, make_trainer, prepare, read_text, start
 from specdraft.models.checkpoint import load_drafter, save_drafter
+from specdraft.models.copying import init_copying
 from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.heads import HeadConfig, check_vocabulary, head_rank
 from specdraft.models.initialise import DrafterConfig, eagle3_config, new_drafter, warm_start
 from specdraft.models.target import TargetModel
+from specdraft.own_process import in_own_process
 from specdraft.provenance import hash_file, sole_writer
-from specdraft.training.loop import TrainResult
 
 TRIMMED_SIZE = 8192  # of a trimmed head, where nothing is said
+
+# the draft that was chosen, all that were tried on prompts of their own, and the speedup of the chosen one
+Measured = tuple[str, dict[str, Speedup], Speedup]
 
 
 @dataclass
@@ -76,6 +80,8 @@ def run(config: RunConfig) -> None:
     vocab_map = choose_vocabulary(target, job.train, config.head)
     features = head_features(job.states, job.train) if config.head.kind == "lowrank" else None
     drafter = new_drafter(target, config.drafter, config.head, vocab_map, features)
+    if config.drafter.copying:
+        init_copying(drafter, *read_text(job.states, job.train))
     if config.warm_start is not None:
         warm_start(drafter, load_drafter(config.warm_start, target, torch.float32), f"warm_start {config.warm_start}")
     trainer = make_trainer(job, drafter, config, identity_of(config, drafter, target))
@@ -90,11 +96,13 @@ def run(config: RunConfig) -> None:
                 )
             job.states.forget()  # before anything is timed
         if accelerator.is_main_process:
-            drafter.to(target.dtype).eval()  # which is fp32 where the processor has no bf16
-            measured = measure(target, drafter, job.held_out_rows, config.measure)
+            save(config, drafter, target, f"# EAGLE-3 drafter for {target.name}\n\nNot measured yet.\n")
+            measured = measure(config, target, [row.input_ids[: row.spans[0][0]] for row in job.held_out_rows])
             # answers and training may have been made by several runs of the command, the rest by this one
             minutes = job.minutes + (trained.seconds + time.perf_counter() - started - job.answering - training) / 60
-            write_results(folder, config, target, drafter, job.rows, trained, measured, minutes)
+            found = summary.results(drafter, job.rows, trained, measured, minutes)
+            save(config, drafter, target, summary.model_card(config_to_dict(config), target, found))
+            print(summary.write(folder, config.name, target, found))
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
@@ -151,11 +159,40 @@ def counted_map(target: TargetModel, counts: torch.Tensor, head: HeadConfig) -> 
     return VocabMap.from_counts(counts, head.vocab_size or TRIMMED_SIZE, always)
 
 
-def measure(
-    target: TargetModel, drafter: Eagle3Drafter, rows: Sequence[AnswerRow], config: MeasureConfig
-) -> tuple[str, dict[str, Speedup], Speedup]:
-    """(the draft that was chosen, all that were tried on prompts of their own, the speedup of the chosen one)."""
-    prompts = [row.input_ids[: row.spans[0][0]] for row in rows]
+def save(config: RunConfig, drafter: Eagle3Drafter, target: TargetModel, card: str) -> None:
+    """Write the checkpoint folder; what was written can be read."""
+    place = config.output / config.name / "drafter"
+    save_drafter(place, drafter, target, card, config_to_dict(config))
+    load_drafter(place, target)
+
+
+def measure(config: RunConfig, target: TargetModel, prompts: list[list[int]]) -> Measured:
+    """The saved drafter's speedup over prompts (token ids). On a CPU in a process of its own; elsewhere in this one: two targets might
+    not fit into an accelerator, and a heap's gaps cost nothing there."""
+    place = config.output / config.name / "drafter"
+    if target.device.type != "cpu":
+        return measure_drafter(target, place, prompts, config.measure)
+    loading = (config.target, target.dtype, target.tap_layers, torch.get_num_threads())
+    return in_own_process(load_and_measure, *loading, place, prompts, config.measure)
+
+
+def load_and_measure(
+    name: str,
+    dtype: torch.dtype,
+    tap_layers: tuple[int, ...],
+    threads: int,
+    place: Path,
+    prompts: list[list[int]],
+    config: MeasureConfig,
+) -> Measured:
+    torch.set_num_threads(threads)
+    target = TargetModel.load(name, dtype=dtype, device="cpu", tap_layers=tap_layers)
+    return measure_drafter(target, place, prompts, config)
+
+
+def measure_drafter(target: TargetModel, place: Path, prompts: list[list[int]], config: MeasureConfig) -> Measured:
+    """Choose a draft on the last few prompts, and measure it on the others."""
+    drafter = load_drafter(place, target)
     options = {"temperature": config.temperature}
     print(measuring_estimate(target, drafter, prompts, config))
     if config.draft_length is None:
@@ -185,26 +222,3 @@ def measuring_estimate(
     trials = sides * min(config.trial_prompts, len(prompts)) * config.trial_tokens
     tokens = trials + 2 * min(config.prompts, len(prompts)) * config.max_new_tokens
     return f"measuring: at most {tokens:,} tokens, about {tokens * trace.seconds / trace.tokens / 60:.1f} minutes"
-
-
-def write_results(
-    folder: Path,
-    config: RunConfig,
-    target: TargetModel,
-    drafter: Eagle3Drafter,
-    rows: dict[str, AnswerRow],
-    trained: TrainResult,
-    measured: tuple[str, dict[str, Speedup], Speedup],
-    minutes: float,
-) -> None:
-    """The checkpoint folder with its card, summary.json and summary.md; the last one goes to the terminal too."""
-    results = summary.results(drafter, rows, trained, measured, minutes)
-    save_drafter(
-        folder / "drafter",
-        drafter,
-        target,
-        summary.model_card(config_to_dict(config), target, results),
-        config_to_dict(config),
-    )
-    load_drafter(folder / "drafter", target)  # what was written can be read
-    print(summary.write(folder, config.name, target, results))

@@ -89,12 +89,16 @@ class Arithmetic:
 
     def fuse(self, taps: Tensor) -> Tensor:
         """taps [..., A*H] -> g [..., H]"""
+        return self.fc(self.fc_input(taps))
+
+    def fc_input(self, taps: Tensor) -> Tensor:
+        """taps [..., A*H], normed where the flags say so"""
         if self.config.fc_norm:
             parts = taps.chunk(len(self.config.tap_layers), dim=-1)
             taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         if self.config.norm_before_fc:
             taps = self.input_norm(taps)
-        return self.fc(taps)
+        return taps
 
     def layer_input(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [..., H], tokens [...] -> (x [..., 2H], residual [..., H])"""

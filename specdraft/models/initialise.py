@@ -25,11 +25,13 @@ class DrafterConfig:
     """What one chooses about a drafter's body; everything else is the target's. The head has a config of its own.
 
     body_init: `target` copies the target's last layer where the shapes agree (fresh weights elsewhere), `random` does not.
+    copying: one key/value head starts as one that copies (copying.py).
     intermediate_size: width of the MLP; None = the target's.   tap_layers: the target's layers whose inputs it
     reads; None = (2, L//2, L-3).
     """
 
     body_init: Literal["target", "random"] = "target"
+    copying: bool = True
     intermediate_size: int | None = None
     tap_layers: tuple[int, ...] | None = None
     norm_before_residual: bool = False
