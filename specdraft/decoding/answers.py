@@ -1,7 +1,8 @@
 """The target answers prompts, many at a time: the text that a drafter should learn is the text that its target writes.
 
-Prompts are batched by length; a row whose answer has ended takes the next prompt. Every answer is appended to answers.jsonl: an
-interrupted run goes on where it stopped. It knows nothing of drafters or training.
+Prompts are batched by length, and one that is answered several times is run once; a row whose answer has ended takes the next
+prompt. Every answer is appended to answers.jsonl: an interrupted run goes on where it stopped. It knows nothing of drafters or
+training.
 
 Letters: B rows of a batch, V target vocabulary.
 """
@@ -231,25 +232,32 @@ class _Batch:
 
     @torch.inference_mode()
     def admit(self, conversations: list[Conversation]) -> Ended:
-        """Run the texts so far, those of similar length together, and sample the first token of each answer. At most as many
-        conversations as places are free. Returns those that have ended with it."""
-        lengths, free, ended = [conversation.length() for conversation in conversations], self.free(), []
+        """Run the texts so far, each once for all its answers, those of similar length together, and sample the first token of each
+        answer. At most as many conversations as places are free. Returns those that have ended with it."""
+        texts: dict[tuple[int, ...], list[tuple[int, Conversation]]] = {}
+        for place, conversation in zip(self.free(), conversations, strict=False):
+            texts.setdefault(tuple(conversation.input_ids), []).append((place, conversation))
+        lengths, ended = [len(text) for text in texts], []
         for part in _parts(lengths, self.target.device):
-            own, places = lengths[part], free[part]
+            own, answers = lengths[part], list(texts.values())[part]
             ids = torch.zeros(len(own), max(own), dtype=torch.int64)
-            for row, conversation in zip(ids, conversations[part], strict=True):
-                row[: conversation.length()] = torch.tensor(conversation.input_ids)
+            for row, text in zip(ids, list(texts)[part], strict=True):
+                row[: len(text)] = torch.tensor(text)
             cache = self.target.new_cache(len(own), max(own))
             step = self.target.forward(
                 ids.to(self.target.device), cache, counts=own, want_taps=self.with_states, logits_for="last"
             )
+            row_of = [row for row, those in enumerate(answers) for _ in those]
+            placed = [answer for those in answers for answer in those]
+            places = [place for place, _ in placed]
+            cache.select(row_of)
             self.cache.fill(places, cache)
-            for b, (place, conversation) in enumerate(zip(places, conversations[part], strict=True)):
+            for row, (place, conversation) in zip(row_of, placed, strict=True):
                 answer = _Answer(conversation, _generator(conversation, self.config))
                 if self.with_states:
-                    answer.states = [(step.taps[b, : own[b]], step.last[b, : own[b]])]
+                    answer.states = [(step.taps[row, : own[row]], step.last[row, : own[row]])]
                 self.places[place] = answer
-            ended += self._sample(places, step.logits[:, 0])
+            ended += self._sample(places, step.logits[row_of, 0])
         return ended
 
     @torch.inference_mode()

@@ -66,6 +66,32 @@ def test_sampled_answers_do_not_depend_on_the_batch(target, tmp_path):
     assert {row.id: row.input_ids for row in sampled[0]} == {row.id: row.input_ids for row in sampled[1]}
 
 
+def test_a_prompt_is_run_once_for_all_its_answers(target, tmp_path, monkeypatch):
+    """With its states, which all of them have; answers and states are those of prompts that are run one by one."""
+    prompts = [Prompt(f"{text}{n}", "chat", (text,)) for text in ("What is two?", "Sea and wind") for n in range(3)]
+    config, run, ran = AnswerConfig(8, 6, temperature=1.0), TargetModel.forward, []
+
+    def counted(self, ids, *arguments, **options):
+        ran.append(tuple(ids.shape))
+        return run(self, ids, *arguments, **options)
+
+    monkeypatch.setattr(TargetModel, "forward", counted)
+    kept, rows = {1: {}, 6: {}}, []
+    for size, states_of in kept.items():
+        settings = replace(config, batch_size=size)
+        ran.clear()
+
+        def keep(example, states, states_of=states_of):
+            states_of[example.id] = states
+
+        rows.append(answer_prompts(target, prompts, tmp_path / f"{size}.jsonl", settings, keep))
+    assert rows[0] == rows[1]
+    assert sum(rows for rows, tokens in ran if tokens > 1) == 2
+    for id, states in kept[6].items():
+        torch.testing.assert_close(states.taps, kept[1][id].taps)
+        torch.testing.assert_close(states.last, kept[1][id].last)
+
+
 def test_answers_that_begin_sampled_and_go_on_greedily(target, tmp_path):
     config = AnswerConfig(12, 4, temperature=1.0, greedy_after=3)
     greedy_rows = answer_prompts(target, PROMPTS, tmp_path / "greedy.jsonl", AnswerConfig(12, 4))
