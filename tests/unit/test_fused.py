@@ -285,10 +285,10 @@ def test_gradients_accumulate_and_are_used_once():
 @pytest.fixture
 def fresh_kernels():
     """Compiled kernels of this test only, so that neither limit of PyTorch's on recompilations is met by many tests."""
-    fused._kernel.cache_clear()
+    fused.kernel_of.cache_clear()
     torch._dynamo.reset()
     yield
-    fused._kernel.cache_clear()
+    fused.kernel_of.cache_clear()
     torch._dynamo.reset()
 
 
@@ -306,7 +306,7 @@ def test_compiled_equals_the_plain_loss(head, config):
     chunk = ChunkConfig(max_rows=6, compile="on")
     for rows in (M, 4):
         assert_equal(problem(head, vocab=301, rows=rows), config, chunk, rtol=2e-4, atol=5e-5)
-    kernels = fused._kernel.cache_info().currsize
+    kernels = fused.kernel_of.cache_info().currsize
     assert kernels == 2
 
 
@@ -334,7 +334,7 @@ def test_without_a_working_compiler_the_loss_runs_eagerly(monkeypatch, caplog):
     monkeypatch.setattr(torch, "compile", broken)
     monkeypatch.setattr(fused, "COMPILE_FROM", 1)
     arguments = problem("lowrank")
-    with caplog.at_level(logging.WARNING, "specdraft.fused"):
+    with caplog.at_level(logging.WARNING, "specdraft.fused_kernels"):
         assert_equal(arguments, LossConfig(), ChunkConfig(compile="auto"), rtol=2e-4, atol=2e-5)
     assert "no compiler" in caplog.text
     assert "details" not in caplog.text
@@ -345,7 +345,7 @@ def test_without_a_working_compiler_the_loss_runs_eagerly(monkeypatch, caplog):
 def test_automatic_compilation_is_for_large_vocabularies_and_present_compilers(monkeypatch):
     def plan(vocab: int, chunk: ChunkConfig) -> fused._Plan:
         _, weight, teacher, valid, _, _ = problem("lowrank", vocab=vocab)
-        spec = fused._spec(teacher, LossConfig(), len(weight), torch.float32, (True, True))
+        spec = fused.spec_of(teacher, LossConfig(), len(weight), torch.float32, (True, True))
         return fused._plan(teacher, weight, fused._sort_pairs(valid, teacher.index), chunk, spec)
 
     monkeypatch.setattr(shutil, "which", lambda name: "/bin/" + name)
@@ -362,7 +362,7 @@ def test_the_plan_keeps_to_its_budget(width, budget):
     teacher = TeacherRows(torch.empty(0, H), torch.empty(width, H, device="meta"), torch.empty(0))
     rows = torch.empty(width, 4 * H, dtype=torch.bfloat16, device="meta")
     pairs = fused._Pairs(torch.empty(10**5, device="meta"), torch.empty(0), torch.empty(10**4, device="meta"), [0])
-    spec = fused._spec(teacher, LossConfig(), width, torch.float32, (True, True))
+    spec = fused.spec_of(teacher, LossConfig(), width, torch.float32, (True, True))
     for compile_ in ("on", "off"):
         plan = fused._plan(teacher, rows, pairs, ChunkConfig(budget, compile=compile_), spec)
         assert min(plan[:4]) >= 1
