@@ -31,13 +31,10 @@ from specdraft.data.vocab_size import (
     Values,
     choose_size,
     coverage_curve,
-    latency_reduction,
     utility,
 )
-from specdraft.decoding.frontier import Curves, frontier, probability_mass, write_frontier
+from specdraft.decoding.frontier import Curves, flops_saved, frontier, probability_mass, write_frontier
 from specdraft.decoding.head_times import HeadTimes, cached_head_times
-from specdraft.models.heads import HeadConfig
-from specdraft.models.initialise import DrafterConfig, eagle3_config
 from specdraft.models.target import TargetModel
 from specdraft.provenance import require_no_folder, require_writable
 
@@ -151,18 +148,6 @@ def most_of_list(config: VocabConfig, counts: torch.Tensor, admission: torch.Ten
             f"size: got {config.size}, allowed: up to {most}, what {config.freq_list} and the required ids name"
         )
     return most
-
-
-def flops_saved(target: TargetModel) -> OfSize:
-    shape = eagle3_config(target, DrafterConfig(), HeadConfig("full"))
-    return latency_reduction(
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_heads=shape.num_attention_heads,
-        num_kv_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocab_size,
-    )
 
 
 def worth_of_size(

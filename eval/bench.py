@@ -7,8 +7,7 @@ python eval/bench.py --drafters sparse_self --length fixed entropy --prompts lon
 Prompts are JSONL in our format, MT-bench's or Spec-Bench's; every turn of a conversation is a request. A cell is a task at a
 temperature and batch size; the target alone and all contenders go through it batch by batch, in turning order, `repeats` times, with all
 cells in between. What is measured lies under output/raw, so that the same command goes on where an interrupted one stopped;
-output/results.jsonl has a line for every contender and cell, and one for all tasks together: the whole configuration and every
-number (docs/how-to-bench.md).
+output/results.jsonl has a line for every contender and cell, and one for all tasks together (docs/how-to-bench.md).
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from specdraft.decoding import bench
 from specdraft.decoding.contenders import (
     CostConfig,
     Entry,
+    Lineup,
     PolicyConfig,
     check_drafters,
     check_names,
@@ -34,9 +34,8 @@ from specdraft.decoding.contenders import (
     make_entries,
     taps_of,
 )
-from specdraft.decoding.measure import BUSY, TARGET_ALONE
+from specdraft.decoding.measure import TARGET_ALONE
 from specdraft.decoding.sampling import Sampling
-from specdraft.decoding.vocab_policies import VocabPolicy
 from specdraft.models.heads import HeadDtype
 from specdraft.models.target import TargetModel
 from specdraft.provenance import hash_json, machine, read_json, require_writable, write_json
@@ -99,7 +98,7 @@ def main(config: BenchConfig) -> None:
         run_cell(run, how, task, repeat)
         if repeat + 1 == config.repeats:
             write_results(run, how, tasks)
-    print_table(list(read_results(config.output).values()))
+    print(bench.table(list(read_results(config.output).values())))
 
 
 def check(config: BenchConfig) -> None:
@@ -137,11 +136,8 @@ def prepare(config: BenchConfig, prompts: list[Prompt]) -> Run:
     given = bench.cost_prompts(target, requests, config.cost_prompts, config.cost_tokens)
     measuring = CostConfig(config.output / "costs", given, config.cost_tokens, config.seed)
     names = (config.vocab, config.length, config.trees)
-    known: dict[tuple[str, str], list[VocabPolicy]] = {}  # cells run one by one, so that all can use the same ones
-    cells = {
-        how: make_entries(target, drafters, hashes, *names, config.policies, *how, measuring, known)
-        for how in itertools.product(config.temperatures, config.batches)
-    }
+    lineup = Lineup(target, drafters, hashes, *names, config.policies, measuring)
+    cells = {how: make_entries(lineup, *how) for how in itertools.product(config.temperatures, config.batches)}
     for batch in sorted({how[1] for how, entries in cells.items() if not entries}):
         print(f"left out: batches of {batch}, in which no drafter can take part")
     return Run(config, target, requests, left_out, {how: entries for how, entries in cells.items() if entries})
@@ -198,18 +194,6 @@ def read_results(output: Path) -> dict[str, dict[str, Any]]:
         output / "results.jsonl", ("key", "task", "temperature", "batch", "name", "others_cpu_share")
     )
     return {line["key"]: line for line in lines}
-
-
-def print_table(lines: list[dict[str, Any]]) -> None:
-    columns = ("speedup", "speedup_low", "speedup_high", "tau", "live_rows", "coverage_draft", "hindsight_distance")
-    print(f"{'task':<16}{'T':>4}{'B':>4}  {'name':<52}" + "".join(f"{column[:12]:>13}" for column in columns))
-    for line in lines:
-        values = ("-" if line.get(column) is None else f"{line[column]:.2f}" for column in columns)
-        row = f"{line['task'][:15]:<16}{line['temperature']:>4}{line['batch']:>4}  {line['name'][-52:]:<52}"
-        print(row + "".join(f"{value:>13}" for value in values) + "  " + line.get("prediction_warning", ""))
-    busy = max(line["others_cpu_share"] for line in lines)
-    if busy > BUSY:
-        print(f"warning: other processes used up to {busy:.0%} of the machine: measure again when it is idle")
 
 
 if __name__ == "__main__":

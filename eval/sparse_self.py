@@ -30,6 +30,7 @@ from specdraft.models.target import TargetModel
 from specdraft.provenance import hash_json, machine, read_json, require_writable, write_json
 
 ADAPTIVE = "adaptive"
+TABLES = {"real": long_context.real_table, "long": long_context.long_table}
 KIND = 2  # of measurement: another one where what a row holds, or what it means, changes
 OTHERS = {  # settings that a part's measurements do not depend on, beyond the contexts that it is asked for
     "real": ("parts", "output", "contexts", "long_contexts", "acceptance", "rounds", "random_model"),
@@ -122,7 +123,7 @@ def resumed(
             warning = f"others used {share:.0%} of the machine: measure again" if share > BUSY else ""
             rows += [{**row, "others_cpu_share": share, "warning": warning} for row in measured]
             write_json(path, {"key": key, "config": settings, "machine": machine(), "rows": rows})
-    PRINTERS[part](rows)
+    print(TABLES[part](rows))
 
 
 def each_budget(config: SparseSelfEval) -> list[SparseSelfConfig]:
@@ -174,36 +175,6 @@ def long(target: TargetModel, context: int, alphas: list[list[float]], config: S
         rows.append(asdict(long_context.prescribed_rounds(target, settings, *options)))
     return rows
 
-
-def print_real(rows: list[dict]) -> None:
-    print(
-        f"{'context':>8}{'budget':>8}{'length':>10}{'drafted':>9}{'accepted':>10}{'tau':>7}{'C_d/C_v':>9}{'speedup':>9}  95 %"
-    )
-    for row in rows:
-        drafted = row["mean_drafted"]
-        share = sum(row["joint_acceptance"]) / drafted
-        ratio = row["token_ms"] / (row["verify_ms"] + row["sample_ms"] + row["commit_ms"])
-        print(
-            f"{row['context']:>8}{row['budget']:>8}{row['length']:>10}{drafted:>9.1f}{share:>10.1%}{row['tau']:>7.2f}{ratio:>9.3f}"
-            f"{row['decode_speedup']:>9.2f}  whole {row['speedup_low']:.2f}-{row['speedup_high']:.2f} {row['warning']}"
-        )
-
-
-def print_long(rows: list[dict]) -> None:
-    print(
-        f"{'context':>8}{'budget':>8}{'C_AR ms':>9}{'C_d/C_AR':>10}{'C_d/C_v':>9}{'rule k':>8}  k: measured (predicted)"
-    )
-    for row in rows:
-        speedups = "  ".join(
-            f"{k}: {s:.2f} ({p:.2f})"
-            for (k, s), p in zip(row["measured"].items(), row["predicted"].values(), strict=True)
-        )
-        c_ar, c_d, c_v = (row[key] for key in ("alone_s", "draft_s", "verify_s"))
-        ratios = f"{1e3 * c_ar:>9.1f}{c_d / c_ar:>10.3f}{c_d / c_v:>9.3f}"
-        print(f"{row['context']:>8}{row['budget']:>8}{ratios}{row['rule_length']:>8}  {speedups} {row['warning']}")
-
-
-PRINTERS = {"real": print_real, "long": print_long}
 
 if __name__ == "__main__":
     run_program(main, SparseSelfEval)

@@ -13,7 +13,6 @@ curves.svg the curves, where matplotlib is installed. What was learnt lies under
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -185,25 +184,12 @@ def write_results(
 ) -> None:
     rows = stream.summary(lines, config.reference)
     memory = {name: learner.memory() for name, learner in learners.items()}
-    what = {"target_hash": target.hash, "drafter_hash": hash_file(config.drafter / "model.safetensors")}
-    record = {
-        "rows": rows,
-        "memory_bytes": memory,
-        "others_cpu_share": others,
-        "config": config_to_dict(config),
-        **what,
-    }
+    record = {"rows": rows, "memory_bytes": memory, "others_cpu_share": others, "config": config_to_dict(config)}
+    record |= {"target_hash": target.hash, "drafter_hash": hash_file(config.drafter / "model.safetensors")}
     write_json(config.output / "summary.json", {**record, "provenance": provenance()})
     print(stream.table(rows, lines, config.reference))
-    for name, parts in memory.items():
-        text = ", ".join(f"{part} {size / 1e6:.1f}" for part, size in parts.items())
-        print(f"memory of {name}, MB: {text}")
-    if "full" in memory:
-        total = {name: parts["optimizer"] + parts["buffer"] for name, parts in memory.items()}
-        print(
-            "optimiser and buffer, share of full-parameter adaptation: "
-            + json.dumps({n: round(t / total["full"], 3) for n, t in total.items()})
-        )
+    if memory:
+        print(stream.memory_table(memory))
     if not stream.plot(config.output / "curves.svg", lines):
         print("No plot: pip install 'specdraft[vocab]' for matplotlib.")
     if others > BUSY:

@@ -6,8 +6,8 @@ python recipes/compress_head.py --drafter runs/imported/drafter --choose through
 
 A dense head W [S, H], full or trimmed, becomes z = W_up (W_down h) over the same tokens: the truncated SVD of D^1/2 W C^1/2
 (models/heads.py: components). C [H, H] is the second moment of what this drafter's head reads on the target's answers, D how often
-the target says each of the S tokens. What that costs, and what distilling gives back, is simulated on held-out answers:
-output/name/compression.md. The drafter beside it is a checkpoint like any other.
+the target says each of the S tokens. What that costs on held-out answers, and what distilling gives back, is in
+output/name/compression.md beside the drafter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any, Literal
 import torch
 from accelerate.utils import broadcast_object_list
 
-from specdraft.config import UserError, config_to_dict, run_program
+from specdraft import summary
+from specdraft.config import UserError, config_to_dict, require_positive, run_program
 from specdraft.decoding.head_times import rank_throughput, timed_ranks
 from specdraft.decoding.measure import BUSY, OthersCpu
 from specdraft.export.folder import require_replaceable
@@ -63,8 +64,7 @@ class CompressConfig(JobConfig):
         super().__post_init__()
         if not 0 < self.energy <= 1:
             raise UserError(f"energy: got {self.energy}, allowed: above 0, to 1")
-        if self.held_out < 1:
-            raise UserError(f"held_out: got {self.held_out}, allowed: 1 or more")
+        require_positive({"held_out": self.held_out})
         if self.rank is not None and self.choose != "rank":
             raise UserError(f"rank: got {self.rank} with choose {self.choose}, which finds one; leave one of them out")
 
@@ -182,8 +182,8 @@ def write_report(
     write_json(folder / "compression.json", {**record, "provenance": provenance()})
     page = (
         f"# EAGLE-3 drafter for {target.name}\n\nThe drafter {config.drafter} with a low-rank head. Its speed was not measured.\n\n"
-        f"{table(found)}\n\nSimulated on {found['before']['rows'][0]:,} positions of held-out answers: tau is the tokens of a round at "
-        f"T = 0 with {config.train.objective.steps} drafted, alpha the acceptance at T = 1. {config.init} at rank "
+        f"{summary.stages_table(found)}\n\nSimulated on {found['before']['rows'][0]:,} positions of held-out answers: tau is the tokens of "
+        f"a round at T = 0 with {config.train.objective.steps} drafted, alpha the acceptance at T = 1. {config.init} at rank "
         f"{found['factored']['width']} keeps {100 * kept:.1f} % of the energy.\n"
     )
     if predicted:
@@ -194,18 +194,6 @@ def write_report(
     with atomic_path(folder / "compression.md") as temporary:
         temporary.write_text(page)
     return page
-
-
-def table(found: dict[str, Any]) -> str:
-    """The drafter before, factored and distilled, as Markdown."""
-    lines = [
-        "| | head | weights | tau | alpha by step | top-1 by step | loss of step 0 |\n|---|---|---|---|---|---|---|"
-    ]
-    for name, s in found.items():
-        alpha, hit = (" / ".join(f"{share:.3f}" for share in s[key]) for key in ("alpha", "hit"))
-        head = f"{s['kind']}, {s['head_rows']:,} x {s['width']} | {s['weights'] / 1e6:.2f} M"
-        lines.append(f"| {name} | {head} | {s['tau']:.3f} | {alpha} | {hit} | {s['row_loss'][0]:.3f} |")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -244,3 +244,15 @@ def model_card(config: dict[str, Any], target: TargetModel, found: dict[str, Any
         f"Trained on the target's own answers to {config['prompts']} prompts. The target's weights (hash {target.hash}) are not in it.\n\n"
         f"## Configuration\n\n```json\n{settings}\n```\n"
     )
+
+
+def stages_table(found: dict[str, Any]) -> str:
+    """A drafter before its head was compressed, factored and distilled (recipes/compress_head.py), as Markdown."""
+    lines = [
+        "| | head | weights | tau | alpha by step | top-1 by step | loss of step 0 |\n|---|---|---|---|---|---|---|"
+    ]
+    for name, s in found.items():
+        alpha, hit = (" / ".join(f"{share:.3f}" for share in s[key]) for key in ("alpha", "hit"))
+        head = f"{s['kind']}, {s['head_rows']:,} x {s['width']} | {s['weights'] / 1e6:.2f} M"
+        lines.append(f"| {name} | {head} | {s['tau']:.3f} | {alpha} | {hit} | {s['row_loss'][0]:.3f} |")
+    return "\n".join(lines)

@@ -24,7 +24,7 @@ from specdraft.data.tasks import Prompt, builtin_prompts, split_held_out
 from specdraft.decoding import numbers
 from specdraft.decoding.costs import CostTable
 from specdraft.decoding.generate import GenerateOutput, autoregressive_generate, speculative_generate_batch
-from specdraft.decoding.measure import TARGET_ALONE, WARM_UP_TOKENS, Contender, OthersCpu
+from specdraft.decoding.measure import BUSY, TARGET_ALONE, WARM_UP_TOKENS, Contender, OthersCpu
 from specdraft.decoding.trace import DecodeTrace, first_divergence, top2_margin
 from specdraft.models.target import TargetModel
 from specdraft.models.tree import Shape
@@ -318,3 +318,19 @@ def _join(repeat: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _different(values: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Each once, in the order of their coming."""
     return list({hash_json(value): value for value in values}.values())
+
+
+COLUMNS = ("speedup", "speedup_low", "speedup_high", "tau", "live_rows", "coverage_draft", "hindsight_distance")
+
+
+def table(lines: Sequence[dict[str, Any]]) -> str:
+    """Results for the terminal, a line each, with a warning below where the machine was not idle."""
+    rows = [f"{'task':<16}{'T':>4}{'B':>4}  {'name':<52}" + "".join(f"{column[:12]:>13}" for column in COLUMNS)]
+    for line in lines:
+        values = ("-" if line.get(column) is None else f"{line[column]:.2f}" for column in COLUMNS)
+        row = f"{line['task'][:15]:<16}{line['temperature']:>4}{line['batch']:>4}  {line['name'][-52:]:<52}"
+        rows.append(row + "".join(f"{value:>13}" for value in values) + "  " + line.get("prediction_warning", ""))
+    busy = max(line["others_cpu_share"] for line in lines)
+    if busy > BUSY:
+        rows.append(f"warning: other processes used up to {busy:.0%} of the machine: measure again when it is idle")
+    return "\n".join(rows)

@@ -194,48 +194,50 @@ class CostConfig:
     seed: int = 0
 
 
-def make_entries(
-    target: TargetModel,
-    drafters: dict[str, BenchDrafter],
-    hashes: dict[str, str],
-    vocab: Sequence[str],
-    length: Sequence[str],
-    trees: Sequence[str],
-    settings: PolicyConfig,
-    temperature: float,
-    batch: int,
-    measuring: CostConfig,
-    known: dict[tuple[str, str], list[VocabPolicy]] | None = None,
-) -> dict[str, Entry]:
+@dataclass
+class Lineup:
+    """Everyone who takes part: every drafter with every vocabulary policy, chains of these with every length policy, and trees.
+    hashes: of the drafters' weights.   vocab, length, trees: names.   known: vocabulary policies of each drafter, by row: cells run one
+    by one, so that all of them can use the same ones."""
+
+    target: TargetModel
+    drafters: dict[str, BenchDrafter]
+    hashes: dict[str, str]
+    vocab: Sequence[str]
+    length: Sequence[str]
+    trees: Sequence[str]
+    settings: PolicyConfig
+    measuring: CostConfig
+    known: dict[tuple[str, str], list[VocabPolicy]] = field(default_factory=dict)
+
+
+def make_entries(lineup: Lineup, temperature: float, batch: int) -> dict[str, Entry]:
     """Every contender at one temperature and batch size: chains named drafter/vocabulary/length, trees drafter/vocabulary/shape
-    (as deep as they are set).   hashes: of the drafters' weights.   Costs are those of a batch of one. The target that drafts for
-    itself takes part with chains at a batch of one, and is not in the others.   known: vocabulary policies of each drafter, by row, from
-    other cells (of the same settings), which are used again; those that are made are added.
+    (as deep as they are set). Costs are those of a batch of one. The target that drafts for itself takes part with chains at a batch of
+    one, and is not in the others.
 
     Raises:
         UserError: an unknown policy or tree, sizes that do not fit a head, no frequency list where one is needed, a draft longer
             than those that are measured.
     """
-    check_names(settings, vocab, length, trees)
+    drafters, settings = lineup.drafters, lineup.settings
+    check_names(settings, lineup.vocab, lineup.length, lineup.trees)
     frequency = None
-    if set(vocab) & set(NEEDS_FREQUENCY):
-        frequency = read_frequency(settings.frequency, target, settings.evospec.core)
-    read_from = {name: {"frequency": hash_file(settings.frequency)} for name in vocab if name in NEEDS_FREQUENCY}
-    known = {} if known is None else known
+    if set(lineup.vocab) & set(NEEDS_FREQUENCY):
+        frequency = read_frequency(settings.frequency, lineup.target, settings.evospec.core)
     entries: dict[str, Entry] = {}
-    for (place, drafter), name in itertools.product(drafters.items(), vocab):
-        shapes = trees if isinstance(drafter, Eagle3Drafter) else [CHAIN] if CHAIN in trees and batch == 1 else []
+    for (place, drafter), name in itertools.product(drafters.items(), lineup.vocab):
+        is_trained, trees = isinstance(drafter, Eagle3Drafter), lineup.trees
+        shapes = trees if is_trained else [CHAIN] if CHAIN in trees and batch == 1 else []
         if not shapes:
             continue
-        policies = known.setdefault((place, name), [])
-        while len(policies) < batch:
-            like = policies[0] if policies else None
-            policies.append(vocab_policy(name, drafter.lm_head, target, settings, frequency, like))
-        rows = policies[:batch]
-        vocabulary = {"policy": name, **vocab_settings(name, settings), **read_from.get(name, {})}
-        what = {"drafter": place, "hash": hashes[place], **_made_of(drafter), "vocab": vocabulary}
-        costs, acceptance = costs_of(target, Contender(drafter, None, rows[0]), what, settings, temperature, measuring)
-        for stop in length if CHAIN in shapes else ():
+        rows = vocab_policies(lineup, place, name, frequency, batch)
+        vocabulary = {"policy": name, **vocab_settings(name, settings)}
+        if name in NEEDS_FREQUENCY:
+            vocabulary["frequency"] = hash_file(settings.frequency)
+        what = {"drafter": place, "hash": lineup.hashes[place], **_made_of(drafter), "vocab": vocabulary}
+        costs, acceptance = costs_of(lineup, Contender(drafter, None, rows[0]), what, temperature)
+        for stop in lineup.length if CHAIN in shapes else ():
             made = [length_policy(stop, settings, costs, acceptance, temperature) for _ in rows]
             side = Side([Contender(drafter, lengths, own) for (lengths, _), own in zip(made, rows, strict=True)])
             whole = {**what, "length": {"policy": stop, **made[0][1]}}
@@ -249,6 +251,15 @@ def make_entries(
     for entry in entries.values():
         entry.full_head = entry.full_head if entry.full_head in entries else None
     return entries
+
+
+def vocab_policies(lineup: Lineup, place: str, name: str, frequency: Frequency | None, batch: int) -> list[VocabPolicy]:
+    """One for each row; those that are made are known from then on."""
+    policies = lineup.known.setdefault((place, name), [])
+    while len(policies) < batch:
+        like, head = (policies[0] if policies else None), lineup.drafters[place].lm_head
+        policies.append(vocab_policy(name, head, lineup.target, lineup.settings, frequency, like))
+    return policies[:batch]
 
 
 def check_names(settings: PolicyConfig, vocab: Sequence[str], length: Sequence[str], trees: Sequence[str]) -> None:
@@ -328,16 +339,12 @@ def load_drafters(
 
 
 def costs_of(
-    target: TargetModel,
-    contender: Contender,
-    what: dict[str, Any],
-    settings: PolicyConfig,
-    temperature: float,
-    measuring: CostConfig,
+    lineup: Lineup, contender: Contender, what: dict[str, Any], temperature: float
 ) -> tuple[CostTable, list[float]]:
     """T_draft(k) and T_verify(k+1), and the acceptance that was seen: from disk if they were measured before (same contender,
     target, dtype, device, machine, threads), or measured now."""
-    identity = [what, target.hash, target.precision, str(target.device), machine(), temperature, settings.most]
+    target, measuring, most = lineup.target, lineup.measuring, lineup.settings.most
+    identity = [what, target.hash, target.precision, str(target.device), machine(), temperature, most]
     identity += [measuring.prompts, measuring.max_new_tokens, measuring.seed]
     folder = measuring.folder / hash_json(identity)
     if not (folder / "acceptance.json").exists():
@@ -345,7 +352,7 @@ def costs_of(
             target,
             contender.drafter,
             measuring.prompts,
-            max_length=settings.most,
+            max_length=most,
             max_new_tokens=measuring.max_new_tokens,
             vocab_policy=contender.vocab_policy,
             temperature=temperature,

@@ -23,9 +23,10 @@ from specdraft.config import UserError, config_to_dict
 from specdraft.data.chat import Example
 from specdraft.data.source import example_key, run_target
 from specdraft.data.token_counts import TokenCounts
-from specdraft.data.vocab_size import OfSize, SizeConfig, coverage_curve, head_flops
+from specdraft.data.vocab_size import OfSize, SizeConfig, coverage_curve, head_flops, latency_reduction
 from specdraft.decoding.head_times import HeadTimes, timed_ranks, timed_sizes
-from specdraft.models.initialise import token_frequency
+from specdraft.models.heads import HeadConfig
+from specdraft.models.initialise import DrafterConfig, eagle3_config, token_frequency
 from specdraft.models.target import TargetModel
 from specdraft.provenance import atomic_path, hash_json, provenance, write_json
 
@@ -250,3 +251,16 @@ def _share(value: float | None) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
+
+
+def flops_saved(target: TargetModel) -> OfSize:
+    """Share of the FLOPs of a draft step that a vocabulary of a size saves, with this target's shape (see latency_reduction)."""
+    shape = eagle3_config(target, DrafterConfig(), HeadConfig("full"))
+    return latency_reduction(
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_heads=shape.num_attention_heads,
+        num_kv_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab_size,
+    )

@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -263,3 +264,42 @@ class _Shuffled(LengthPolicy):
     def length(self) -> int:
         self.waiting = self.waiting or self.numbers.sample(self.lengths, len(self.lengths))
         return self.waiting.pop()
+
+
+def real_table(rows: Sequence[dict[str, Any]]) -> str:
+    """For the terminal: measurements of a target on real text, by context, budget and draft length."""
+    head = (
+        ("context", 8),
+        ("budget", 8),
+        ("length", 10),
+        ("drafted", 9),
+        ("accepted", 10),
+        ("tau", 7),
+        ("C_d/C_v", 9),
+        ("speedup", 9),
+    )
+    lines = ["".join(f"{name:>{width}}" for name, width in head) + "  95 %"]
+    for row in rows:
+        drafted = row["mean_drafted"]
+        share = sum(row["joint_acceptance"]) / drafted
+        ratio = row["token_ms"] / (row["verify_ms"] + row["sample_ms"] + row["commit_ms"])
+        lines.append(
+            f"{row['context']:>8}{row['budget']:>8}{row['length']:>10}{drafted:>9.1f}{share:>10.1%}{row['tau']:>7.2f}{ratio:>9.3f}"
+            f"{row['decode_speedup']:>9.2f}  whole {row['speedup_low']:.2f}-{row['speedup_high']:.2f} {row['warning']}"
+        )
+    return "\n".join(lines)
+
+
+def long_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The same for prescribed rounds on a random model; speedups are measured (and predicted), by draft length k."""
+    head = ("context", 8), ("budget", 8), ("C_AR ms", 9), ("C_d/C_AR", 10), ("C_d/C_v", 9), ("rule k", 8)
+    lines = ["".join(f"{name:>{width}}" for name, width in head) + "  k: measured (predicted)"]
+    for row in rows:
+        pairs = zip(row["measured"].items(), row["predicted"].values(), strict=True)
+        speedups = "  ".join(f"{k}: {measured:.2f} ({predicted:.2f})" for (k, measured), predicted in pairs)
+        c_ar, c_d, c_v = (row[key] for key in ("alone_s", "draft_s", "verify_s"))
+        ratios = f"{1e3 * c_ar:>9.1f}{c_d / c_ar:>10.3f}{c_d / c_v:>9.3f}"
+        lines.append(
+            f"{row['context']:>8}{row['budget']:>8}{ratios}{row['rule_length']:>8}  {speedups} {row['warning']}"
+        )
+    return "\n".join(lines)

@@ -134,9 +134,9 @@ def drafts(drafter: Drafter, device: torch.device) -> dict[str, Contender]:
     """Chains of several lengths and EAGLE-2 trees of several sizes, to be tried on a few prompts: which of them pays most depends
     on the machine and on the drafter, and no formula knows both. Thin products take seven rows at once: a tree of six and the token
     before it. Where more verified tokens cost next to nothing, larger ones."""
-    lengths, sizes = (1, 2, 3, 4), ((2, 1, 2), (3, 1, 3), (6, 1, 6), (3, 2, 2), (6, 2, 3), (6, 3, 3), (12, 4, 4))
+    lengths, sizes = (1, 2, 3, 4, 5, 6), ((3, 1, 3), (6, 1, 6), (3, 2, 2), (6, 2, 3), (6, 3, 3), (6, 4, 2), (12, 4, 4))
     if device.type != "cpu":
-        lengths, sizes = (*lengths, 6, 8), (*sizes, (24, 6, 6), (60, 7, 10))
+        lengths, sizes = (*lengths, 8), (*sizes, (24, 6, 6), (60, 7, 10))
     chains = {f"chain of {k}": Contender(drafter, Fixed(k)) for k in lengths}
     trees = {f"tree of {n}, {d} deep": Contender(drafter, tree=Eagle2Tree(n, d, w)) for n, d, w in sizes}
     return chains | trees

@@ -202,6 +202,18 @@ def table(rows: Sequence[dict[str, Any]], lines: Sequence[dict[str, Any]], refer
     return "\n".join(parts)
 
 
+def memory_table(memory: dict[str, dict[str, int]]) -> str:
+    """For the terminal: bytes of every way that learns, by part; and of its optimiser and buffer the share of full adaptation's."""
+    lines = []
+    for name, parts in memory.items():
+        lines.append(f"memory of {name}, MB: " + ", ".join(f"{part} {size / 1e6:.1f}" for part, size in parts.items()))
+    if "full" in memory:
+        total = {name: parts["optimizer"] + parts["buffer"] for name, parts in memory.items()}
+        shares = ", ".join(f"{name} {size / total['full']:.3f}" for name, size in total.items())
+        lines.append(f"optimiser and buffer, share of full-parameter adaptation: {shares}")
+    return "\n".join(lines)
+
+
 def plot(path: Path, lines: Sequence[dict[str, Any]]) -> bool:
     """Every curve over the tokens of the stream, visits parted by dotted lines; False where matplotlib is not installed."""
     try:

@@ -14,7 +14,7 @@ from specdraft.data.chat import AnswerRow, render_prompt
 from specdraft.data.tasks import Prompt, builtin_prompts, split_held_out
 from specdraft.data.vocab import VocabMap, required_ids
 from specdraft.decoding import bench, contenders, evospec
-from specdraft.decoding.contenders import CostConfig, PolicyConfig, make_entries
+from specdraft.decoding.contenders import CostConfig, Lineup, PolicyConfig, make_entries
 from specdraft.decoding.costs import CostTable
 from specdraft.decoding.evospec import EvoSpecConfig
 from specdraft.decoding.generate import autoregressive_generate
@@ -233,23 +233,14 @@ def test_every_policy_can_be_had_by_name(target, tmp_path, monkeypatch):
         write_answers(tmp_path / "answers.jsonl"), 50, most=4, evospec=EvoSpecConfig(core=30, tail=10)
     )
     drafters = {"full": drafter_of(target, "full"), "cut": drafter_of(target, "trimmed")}
-    made, known = [], {}
+    made = []
     index = evospec.SemanticIndex
     monkeypatch.setattr(evospec, "SemanticIndex", lambda rows: made.append(1) or index(rows))
+    names = (tuple(VOCAB_POLICIES), tuple(LENGTH_POLICIES), ("chain", "eagle2", "sampled"))
+    measuring = CostConfig(tmp_path / "costs", [[1, 2, 3]])
+    lineup = Lineup(target, drafters, {"full": "1", "cut": "2"}, *names, settings, measuring)
     for temperature in (0.0, 1.0):
-        entries = make_entries(
-            target,
-            drafters,
-            {"full": "1", "cut": "2"},
-            tuple(VOCAB_POLICIES),
-            tuple(LENGTH_POLICIES),
-            ("chain", "eagle2", "sampled"),
-            settings,
-            temperature,
-            3,
-            CostConfig(tmp_path / "costs", [[1, 2, 3]]),
-            known,
-        )
+        entries = make_entries(lineup, temperature, 3)
         assert len(entries) == 2 * len(VOCAB_POLICIES) * (len(LENGTH_POLICIES) + 2)
         for entry in entries.values():
             assert entry.costs is None, "nobody measured rounds of three requests"
@@ -281,7 +272,9 @@ def test_a_contender_is_named_by_the_files_that_it_decides_by(target, tmp_path, 
     def found(folder):
         drafter, measuring = {"a": drafter_of(target, "full")}, CostConfig(tmp_path / folder, [[1, 2]])
         names = (["all", "frequency"], ["fixed", "entropy"], ["chain"])
-        return make_entries(target, drafter, {"a": "1"}, *names, PolicyConfig(path, 50, most=4), 0.0, 1, measuring)
+        return make_entries(
+            Lineup(target, drafter, {"a": "1"}, *names, PolicyConfig(path, 50, most=4), measuring), 0.0, 1
+        )
 
     before, again = found("one"), found("two")
     assert [entry.what for entry in before.values()] == [entry.what for entry in again.values()]
@@ -302,8 +295,8 @@ def test_the_target_that_drafts_for_itself_is_a_contender(tmp_path, monkeypatch)
     drafters, hashes = contenders.load_drafters(places, target, settings, ("own",))
     names = (("all", "nanospec"), tuple(LENGTH_POLICIES), ("chain", "eagle2"))
     both = {**drafters, "low": drafter_of(target, "lowrank")}
-    options = (settings, 0.0, 1, CostConfig(tmp_path / "costs", [[1, 2, 3]]))
-    entries = make_entries(target, both, {**hashes, "low": "1"}, *names, *options)
+    options = (*names, settings, CostConfig(tmp_path / "costs", [[1, 2, 3]]))
+    entries = make_entries(Lineup(target, both, {**hashes, "low": "1"}, *options), 0.0, 1)
     own = {name: entry for name, entry in entries.items() if name.startswith("sparse_self/")}
     assert [name for name, entry in entries.items() if entry.costs is None] == ["low/all/eagle2", "low/nanospec/eagle2"]
     assert set(own) == {f"sparse_self/{vocab}/{length}" for vocab in names[0] for length in LENGTH_POLICIES}
@@ -311,8 +304,7 @@ def test_the_target_that_drafts_for_itself_is_a_contender(tmp_path, monkeypatch)
     assert entries["low/all/fixed"].full_head is None
     what = own["sparse_self/all/fixed"].what
     assert (what["hash"], what["head"], what["sparse"]["budget"]) == (target.hash, "full", 0.2)
-    options = (settings, 0.0, 2, CostConfig(tmp_path / "costs", [[1, 2, 3]]))
-    assert make_entries(target, drafters, hashes, *names, *options) == {}
+    assert make_entries(Lineup(target, drafters, hashes, *options), 0.0, 2) == {}
 
 
 @pytest.mark.parametrize("length", ["fixed", "entropy"])
@@ -325,7 +317,8 @@ def test_the_numbers_of_the_target_that_drafts_for_itself(tmp_path, length, temp
     places = (Path(contenders.SPARSE_SELF),)
     measuring = CostConfig(tmp_path / "costs", [list(range(40, 60)), list(range(50, 80))], 120)
     drafters, hashes = contenders.load_drafters(places, target, settings, ("own",))
-    entries = make_entries(target, drafters, hashes, ["all"], [length], ["chain"], settings, temperature, 1, measuring)
+    lineup = Lineup(target, drafters, hashes, ["all"], [length], ["chain"], settings, measuring)
+    entries = make_entries(lineup, temperature, 1)
     ((name, entry),) = entries.items()
     assert len(entry.costs.draft) == 5
     assert entry.costs.draft[4] > entry.costs.draft[1] > 0
@@ -345,35 +338,30 @@ def test_the_numbers_of_the_target_that_drafts_for_itself(tmp_path, length, temp
 def test_costs_are_measured_once_for_a_contender(target, tmp_path, monkeypatch):
     measured = []
     monkeypatch.setattr(contenders, "measure_costs", lambda *a, **o: measured.append(o) or (COSTS, [0.5]))
-    settings, measuring = PolicyConfig(most=4), CostConfig(tmp_path, [[1, 2, 3]])
+    lineup = Lineup(target, {}, {}, (), (), (), PolicyConfig(most=4), CostConfig(tmp_path, [[1, 2, 3]]))
     side = Contender(drafter_of(target, "full"))
     for what in ({"drafter": "a"}, {"drafter": "a"}, {"drafter": "b"}):
-        costs, acceptance = contenders.costs_of(target, side, what, settings, 0.0, measuring)
+        costs, acceptance = contenders.costs_of(lineup, side, what, 0.0)
         assert (costs, acceptance) == (COSTS, [0.5])
     assert len(measured) == 2
-    contenders.costs_of(target, side, {"drafter": "a"}, settings, 1.0, measuring)
+    contenders.costs_of(lineup, side, {"drafter": "a"}, 1.0)
     assert [options["temperature"] for options in measured] == [0.0, 0.0, 1.0]
-    elsewhere = copy.copy(target)
-    elsewhere.device = torch.device("meta")
-    contenders.costs_of(elsewhere, side, {"drafter": "a"}, settings, 1.0, measuring)
+    lineup.target = copy.copy(target)
+    lineup.target.device = torch.device("meta")
+    contenders.costs_of(lineup, side, {"drafter": "a"}, 1.0)
     assert len(measured) == 4
+
+
+def of_one(target, tmp_path, vocab="all", length="fixed", tree="chain", settings=None):
+    """A drafter with a low-rank head, and one policy of each kind."""
+    names, measuring = ([vocab], [length], [tree]), CostConfig(tmp_path, [[1, 2, 3]])
+    drafter = {"low": drafter_of(target, "lowrank")}
+    return Lineup(target, drafter, {"low": "1"}, *names, settings or PolicyConfig(), measuring)
 
 
 def test_without_a_full_head_nothing_is_compared_with_one(target, tmp_path, monkeypatch):
     monkeypatch.setattr(contenders, "measure_costs", lambda *args, **options: (COSTS, [0.5]))
-    measuring = CostConfig(tmp_path, [[1, 2, 3]])
-    entries = make_entries(
-        target,
-        {"low": drafter_of(target, "lowrank")},
-        {"low": "1"},
-        ["all"],
-        ["fixed"],
-        ["chain"],
-        PolicyConfig(),
-        0.0,
-        1,
-        measuring,
-    )
+    entries = make_entries(of_one(target, tmp_path), 0.0, 1)
     assert [entry.full_head for entry in entries.values()] == [None]
 
 
@@ -421,24 +409,12 @@ def test_answers_that_are_measured_on_are_not_counted(target, tmp_path):
 def test_bad_names_get_one_clear_line(target, tmp_path, monkeypatch, vocab, length, tree, message):
     monkeypatch.setattr(contenders, "measure_costs", lambda *args, **options: (COSTS, [0.5]))
     with pytest.raises(UserError, match=message):
-        make_entries(
-            target,
-            {"a": drafter_of(target, "full")},
-            {"a": "1"},
-            [vocab],
-            [length],
-            [tree],
-            PolicyConfig(),
-            0.0,
-            1,
-            CostConfig(tmp_path, [[1, 2]]),
-        )
+        make_entries(of_one(target, tmp_path, vocab, length, tree), 0.0, 1)
 
 
 def test_drafts_longer_than_those_measured_are_refused_before_anything_runs(target, tmp_path):
-    measuring = CostConfig(tmp_path, [[1, 2]])
     with pytest.raises(UserError, match=r"policies.drafted, policies.most: got 9 and 8"):
-        make_entries(target, {}, {}, ["all"], ["fixed"], ["chain"], PolicyConfig(drafted=9), 0.0, 1, measuring)
+        make_entries(of_one(target, tmp_path, settings=PolicyConfig(drafted=9)), 0.0, 1)
 
 
 @pytest.mark.parametrize("batch", [2, 5])
