@@ -32,9 +32,10 @@ from specdraft.models.heads import Components, check_factoring, components, ener
 from specdraft.models.initialise import factored_copy, token_frequency
 from specdraft.models.target import TargetModel
 from specdraft.provenance import atomic_path, hash_file, provenance, sole_writer, write_json
-from specdraft.training.loop import TrainConfig, simulate, supervised
+from specdraft.training.loop import simulate, supervised
 from specdraft.training.objective import Objective, ObjectiveConfig
 from specdraft.training.optim import OptimConfig
+from specdraft.training.plan import TrainConfig
 
 
 def a_short_while() -> TrainConfig:

@@ -37,9 +37,10 @@ from specdraft.losses import LOSSES, LossConfig
 from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.target import TargetModel
 from specdraft.provenance import hash_json, require_disk
-from specdraft.training.loop import TrainConfig, Trainer
+from specdraft.training.loop import Trainer
 from specdraft.training.objective import ObjectiveConfig, Rows, supervised_counts
 from specdraft.training.optim import OptimConfig
+from specdraft.training.plan import TrainConfig
 from specdraft.training.processes import make_accelerator
 
 FITTED_TOKENS = 16384  # at most, and

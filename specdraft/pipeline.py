@@ -81,7 +81,9 @@ def run(config: RunConfig) -> None:
     features = head_features(job.states, job.train) if config.head.kind == "lowrank" else None
     drafter = new_drafter(target, config.drafter, config.head, vocab_map, features)
     if config.drafter.copying:
-        init_copying(drafter, *read_text(job.states, job.train))
+        taps, tokens = read_text(job.states, job.train)
+        accelerator.print(f"drafter: one of its heads starts as one that copies, fitted on {len(tokens):,} tokens")
+        init_copying(drafter, taps, tokens)
     if config.warm_start is not None:
         warm_start(drafter, load_drafter(config.warm_start, target, torch.float32), f"warm_start {config.warm_start}")
     trainer = make_trainer(job, drafter, config, identity_of(config, drafter, target))

@@ -20,7 +20,8 @@ from specdraft.decoding.measure import Speedup
 from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.target import TargetModel
 from specdraft.provenance import atomic_path, provenance, write_json
-from specdraft.training.loop import TrainConfig, TrainResult
+from specdraft.training.loop import TrainResult
+from specdraft.training.plan import TrainConfig
 
 TRIED = (
     "median_speedup",

@@ -22,8 +22,9 @@ from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.heads import HeadConfig
 from specdraft.models.initialise import DrafterConfig, new_drafter
 from specdraft.testing import TINY_VOCAB, tiny_target
-from specdraft.training.loop import TrainConfig, Trainer
+from specdraft.training.loop import Trainer
 from specdraft.training.objective import ObjectiveConfig
+from specdraft.training.plan import TrainConfig
 from specdraft.training.processes import make_accelerator
 
 

@@ -18,9 +18,10 @@ from tiny_training import Config, make_trainer, small_run, tiny_examples
 from specdraft.config import UserError
 from specdraft.data.chat import Example
 from specdraft.training import checkpoint, metrics
-from specdraft.training.loop import Plan, TrainConfig, Trainer, forward
+from specdraft.training.loop import Trainer, forward
 from specdraft.training.metrics import make_report
 from specdraft.training.optim import OptimConfig, schedule
+from specdraft.training.plan import Plan, TrainConfig
 from specdraft.training.processes import make_accelerator
 
 FINAL = "state/step-00000010"
