@@ -21,9 +21,7 @@ from torch import Tensor, nn
 from specdraft.models.eagle3 import Eagle3Drafter
 
 REACH = 128  # positions within which the pairs that are used turn by less than 1 radian
-SPREAD = (
-    3.0  # standard deviation of the scores of other tokens; that of the same token is sqrt(sum of C^2) times as large
-)
+SPREAD = 3.0  # standard deviation of other tokens' scores; the same token's is sqrt(sum of C^2) times as large
 BOOST = 30.0  # what a copied token's logit gains, where the keys tell their tokens perfectly (C = 1)
 FIRST_TAP = 1.5  # length of the first tap's part of g over that of the rest: it knows best which token it is of
 RIDGE = 0.02  # of a covariance's mean variance, added to each
@@ -39,9 +37,9 @@ def init_copying(drafter: Eagle3Drafter, taps: Tensor, tokens: Tensor) -> None:
     counts = torch.bincount(tokens, minlength=len(drafter.embedding)).float()
     weights = counts[tokens].rsqrt()  # a rare token is to be known as well as a frequent one
     a, b, correlations = canonical(embedded, state, weights)
-    dims = slow_dims(drafter)
+    dims = slow_dims(drafter)[: len(correlations)]
     told = correlations[: len(dims)].square()
-    beta = SPREAD * (drafter.config.head_dim / told.sum()) ** 0.5
+    beta = SPREAD * (drafter.config.head_dim / told.sum().clamp_min(1e-6)) ** 0.5
     read, write = _value_map(drafter, counts)
     scale = BOOST * told.mean() * residual.norm(dim=-1).median() / residual.shape[-1] ** 0.5
 
@@ -78,10 +76,10 @@ def covariance(left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
 
 
 def slow_dims(drafter: Eagle3Drafter) -> Tensor:
-    """The numbers of a head that the rotary embedding turns by less than 1 radian over REACH positions, slowest first."""
+    """The numbers of a head that the rotary embedding turns by less than 1 radian over REACH positions, slowest first; a pair at least."""
     half = drafter.config.head_dim // 2
     turn = torch.atan2(drafter.sin[1, :half], drafter.cos[1, :half]).abs()  # radians a position
-    pairs = turn.argsort()[: int((turn * REACH < 1).sum())]
+    pairs = turn.argsort()[: max(1, int((turn * REACH < 1).sum()))]
     return torch.stack([pairs, pairs + half], dim=1).flatten()
 
 
@@ -116,4 +114,4 @@ def _value_map(drafter: Eagle3Drafter, counts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ridged(matrix: Tensor) -> Tensor:
-    return matrix + RIDGE * matrix.diagonal().mean() * torch.eye(len(matrix), dtype=matrix.dtype)
+    return matrix + RIDGE * matrix.diagonal().mean().clamp_min(1e-12) * torch.eye(len(matrix), dtype=matrix.dtype)

@@ -72,6 +72,18 @@ def test_whatever_is_normed(target, flag):
     assert copied(target, new(target, "lowrank", is_copying=True, **flags))[0] > 0.9
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
+@pytest.mark.parametrize("tokens", [[5] * 9, [5], list(range(3, 40))])
+def test_little_text_and_few_numbers_make_finite_weights(family, tokens):
+    """Heads of 8 numbers, one or two of whose pairs turn slowly; text of one token, and of one row."""
+    small = tiny_target(family)
+    torch.manual_seed(0)
+    drafter = new_drafter(small, DrafterConfig(), HeadConfig("full"))
+    ids = torch.tensor([tokens])
+    init_copying(drafter, states(small, ids)[0][0], ids[0])
+    assert all(parameter.isfinite().all() for parameter in drafter.parameters())
+
+
 def test_the_other_heads_stay(target):
     """And the MLP, the norms and the draft head."""
     old, changed = new(target, "lowrank", is_copying=False), new(target, "lowrank", is_copying=True)
