@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -276,8 +277,8 @@ def training_limits(config: JobConfig, spent: float) -> TrainConfig:
 
 
 def spread(train: list[Example]) -> list[Example]:
-    """Some of the examples, from all of them: what stands together may be answers to one prompt."""
-    return train[:: max(1, len(train) // FITTED_EXAMPLES)]
+    """Some of the examples, drawn from all of them: what stands together may be answers to one prompt, or on one topic."""
+    return random.Random(0).sample(train, min(len(train), FITTED_EXAMPLES))
 
 
 def head_features(states: HiddenStates, train: list[Example]) -> torch.Tensor:

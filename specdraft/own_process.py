@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 from specdraft.config import UserError
+
+SECONDS_TO_END = 10.0  # for a process that has sent its result
 
 
 def in_own_process(function: Callable, *arguments: Any) -> Any:
@@ -18,15 +21,22 @@ def in_own_process(function: Callable, *arguments: Any) -> Any:
     are pickled.
 
     Raises:
-        UserError: what the function raised; or the process ended without a result (killed for memory, or after printing a traceback).
+        UserError, OSError: what the function raised.
+        UserError: the process ended without a result (killed for memory, or after printing a traceback).
     """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_send_result, args=(there, function, arguments), daemon=True)
-    process.start()
+    # ignored, which the new process inherits: Ctrl-C reaches both, and this one ends that one
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process.start()
+    finally:
+        signal.signal(signal.SIGINT, before)
     there.close()
     try:
         result, error = here.recv()
+        process.join(SECONDS_TO_END)
     except EOFError:
         process.join()
         raise UserError(
@@ -42,8 +52,9 @@ def in_own_process(function: Callable, *arguments: Any) -> Any:
 
 
 def _send_result(there: Connection, function: Callable, arguments: tuple) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both; the one that waits ends this one
     try:
-        there.send((function(*arguments), None))
-    except UserError as error:
-        there.send((None, error))
+        sent = (function(*arguments), None)
+    except (UserError, OSError) as error:
+        sent = (None, error)
+    sys.stdout.flush()
+    there.send(sent)

@@ -80,7 +80,7 @@ def run(config: RunConfig) -> None:
     vocab_map = choose_vocabulary(target, job.train, config.head)
     features = head_features(job.states, job.train) if config.head.kind == "lowrank" else None
     drafter = new_drafter(target, config.drafter, config.head, vocab_map, features)
-    if config.drafter.copying:
+    if config.drafter.copying and config.warm_start is None:
         taps, tokens = read_text(job.states, job.train)
         accelerator.print(f"drafter: one of its heads starts as one that copies, fitted on {len(tokens):,} tokens")
         init_copying(drafter, taps, tokens)
@@ -133,7 +133,9 @@ def check_drafter(config: RunConfig, target: TargetModel) -> None:
 def identity_of(config: RunConfig, drafter: Eagle3Drafter, target: TargetModel) -> dict[str, str]:
     """What a run starts from, by name: only a run that started from the same is gone on with."""
     vocab_map, rank = drafter.lm_head.vocab_map, drafter.config.head.rank
-    body = {f"drafter.{key}": str(value) for key, value in vars(config.drafter).items()}
+    body = {f"drafter.{key}": str(value) for key, value in vars(config.drafter).items() if key != "copying"}
+    if config.drafter.copying:  # as if it were not there otherwise: runs of before it can be resumed without it
+        body["drafter.copying"] = "True"
     body["drafter.tap_layers"] = str(drafter.config.tap_layers)
     head = {"head": config.head.kind, "head.rank": str(rank), "head.init": config.head.init}
     start = "none" if config.warm_start is None else hash_file(config.warm_start / "model.safetensors")

@@ -7,7 +7,8 @@ before the first step (docs/log.md). With e the normed embedding, n the normed s
     query of row i = beta A^T e(x[i+1])     key of row j = C B^T n(g[j]), which tells x[j]     value of row j = P e(x[j+1])
 
 A, B and C are the canonical directions and correlations of e(x[j]) and n(g[j]), in the pairs of the head's numbers that the rotary
-embedding hardly turns; the output O writes into the state what raises the logit of the token that P read.
+embedding hardly turns; the output O writes into the state what raises the logit of the token that P read. A layer with one key/value head
+does nothing else at first.
 
 It knows nothing of training, nor of where states come from. Letters: N rows of text, H width, A taps, d head width, S draft vocabulary,
 R width of what the draft head's rows read.
@@ -71,7 +72,7 @@ def canonical(left: Tensor, right: Tensor, weights: Tensor) -> tuple[Tensor, Ten
 
 
 def covariance(left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
-    """left^T diag(weights) right, in fp64 on the CPU."""
+    """left^T diag(weights) right, multiplied in the rows' dtype; fp64 on the CPU, as is what is made of it."""
     return ((left * weights[:, None]).T @ right).cpu().double()
 
 
