@@ -48,8 +48,7 @@ class CompressConfig(JobConfig):
     """drafter: a checkpoint folder with a full or trimmed head.   choose: what settles R: `rank` (None = H/8); `energy`, the smallest
     that keeps this share of the squared singular values, or the largest that saves weights; `throughput`, the largest predicted
     tokens per second of H/16, H/8 and H/4, papers (1.1), with tau after factoring and head times measured now.   init:
-    `whitened_svd` weighs by C and D, `svd` is W's own.   distil: what is then trained.   held_out: answers to simulate on.
-    The other fields: see JobConfig."""
+    `whitened_svd` weighs by C and D, `svd` is W's own.   distil: what is trained.   held_out: answers simulated on.   Others: JobConfig."""
 
     name: str = "compressed"
     drafter: Path = Path("runs/eagle3-full/drafter")

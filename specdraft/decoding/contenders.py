@@ -6,6 +6,7 @@ It knows nothing of prompts other than those that costs are measured on.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -210,6 +211,11 @@ class Lineup:
     measuring: CostConfig
     known: dict[tuple[str, str], list[VocabPolicy]] = field(default_factory=dict)
 
+    @functools.cached_property
+    def frequency(self) -> Frequency:
+        """Of the file that the policies in NEEDS_FREQUENCY read; once for all cells."""
+        return read_frequency(self.settings.frequency, self.target, self.settings.evospec.core)
+
 
 def make_entries(lineup: Lineup, temperature: float, batch: int) -> dict[str, Entry]:
     """Every contender at one temperature and batch size: chains named drafter/vocabulary/length, trees drafter/vocabulary/shape
@@ -222,16 +228,13 @@ def make_entries(lineup: Lineup, temperature: float, batch: int) -> dict[str, En
     """
     drafters, settings = lineup.drafters, lineup.settings
     check_names(settings, lineup.vocab, lineup.length, lineup.trees)
-    frequency = None
-    if set(lineup.vocab) & set(NEEDS_FREQUENCY):
-        frequency = read_frequency(settings.frequency, lineup.target, settings.evospec.core)
     entries: dict[str, Entry] = {}
     for (place, drafter), name in itertools.product(drafters.items(), lineup.vocab):
         is_trained, trees = isinstance(drafter, Eagle3Drafter), lineup.trees
         shapes = trees if is_trained else [CHAIN] if CHAIN in trees and batch == 1 else []
         if not shapes:
             continue
-        rows = vocab_policies(lineup, place, name, frequency, batch)
+        rows = vocab_policies(lineup, place, name, batch)
         vocabulary = {"policy": name, **vocab_settings(name, settings)}
         if name in NEEDS_FREQUENCY:
             vocabulary["frequency"] = hash_file(settings.frequency)
@@ -253,11 +256,12 @@ def make_entries(lineup: Lineup, temperature: float, batch: int) -> dict[str, En
     return entries
 
 
-def vocab_policies(lineup: Lineup, place: str, name: str, frequency: Frequency | None, batch: int) -> list[VocabPolicy]:
+def vocab_policies(lineup: Lineup, place: str, name: str, batch: int) -> list[VocabPolicy]:
     """One for each row; those that are made are known from then on."""
     policies = lineup.known.setdefault((place, name), [])
     while len(policies) < batch:
         like, head = (policies[0] if policies else None), lineup.drafters[place].lm_head
+        frequency = lineup.frequency if name in NEEDS_FREQUENCY else None
         policies.append(vocab_policy(name, head, lineup.target, lineup.settings, frequency, like))
     return policies[:batch]
 
