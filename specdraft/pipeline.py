@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -34,15 +35,22 @@ from specdraft.provenance import hash_file, sole_writer
 
 TRIMMED_SIZE = 8192  # of a trimmed head, where nothing is said
 
-# the draft that was chosen, all that were tried on prompts of their own, and the speedup of the chosen one
-Measured = tuple[str, dict[str, Speedup], Speedup]
+
+class Measured(NamedTuple):
+    """draft: the one that was chosen, by name, and as arguments of `speculative_generate`.   tried: all, on prompts of their own."""
+
+    draft: str
+    arguments: str
+    tried: dict[str, Speedup]
+    speedup: Speedup
 
 
 @dataclass
 class MeasureConfig:
     """prompts: held-out prompts decoded, at T = temperature, to at most max_new_tokens each, with and without the drafter.
     draft_length: tokens drafted a round, a chain; None = what is fastest of several chains and trees (measure.drafts) on
-    trial_prompts other held-out prompts, decoded to trial_tokens."""
+    trial_prompts other held-out prompts, decoded to trial_tokens.   frequent: how many of the tokens that stand most often in the
+    training answers these may be drafted from instead of all; the list is saved with the drafter; None = always from all."""
 
     prompts: int = 40
     max_new_tokens: int = 160
@@ -50,9 +58,10 @@ class MeasureConfig:
     draft_length: int | None = None
     trial_prompts: int = 8
     trial_tokens: int = 64
+    frequent: int | None = 8192
 
     def __post_init__(self) -> None:
-        names = ("prompts", "max_new_tokens", "draft_length", "trial_prompts", "trial_tokens")
+        names = ("prompts", "max_new_tokens", "draft_length", "trial_prompts", "trial_tokens", "frequent")
         require_positive({f"measure.{name}": getattr(self, name) for name in names})
         Sampling(self.temperature)
 
@@ -86,6 +95,7 @@ def run(config: RunConfig) -> None:
         init_copying(drafter, taps, tokens)
     if config.warm_start is not None:
         warm_start(drafter, load_drafter(config.warm_start, target, torch.float32), f"warm_start {config.warm_start}")
+    drafter.frequent = frequent_tokens(target, job.train, drafter, config.measure.frequent)
     trainer = make_trainer(job, drafter, config, identity_of(config, drafter, target))
     with sole_writer(folder) if accelerator.is_main_process else contextlib.nullcontext():
         training = time.perf_counter()
@@ -163,6 +173,16 @@ def counted_map(target: TargetModel, counts: torch.Tensor, head: HeadConfig) -> 
     return VocabMap.from_counts(counts, head.vocab_size or TRIMMED_SIZE, always)
 
 
+def frequent_tokens(
+    target: TargetModel, train: list[Example], drafter: Eagle3Drafter, size: int | None
+) -> VocabMap | None:
+    """The required tokens and the most frequent others of the training answers, `size` in all; None where the head has no more rows."""
+    if size is None or drafter.lm_head.vocab_map is not None or size >= target.vocab_size:
+        return None
+    always = required_ids(target.tokenizer, target.eos_token_ids, target.vocab_size)
+    return VocabMap.from_counts(count_tokens(train, target.vocab_size), max(size, len(always)), always)
+
+
 def save(config: RunConfig, drafter: Eagle3Drafter, target: TargetModel, card: str) -> None:
     """Write the checkpoint folder; what was written can be read."""
     place = config.output / config.name / "drafter"
@@ -214,7 +234,7 @@ def measure_drafter(target: TargetModel, place: Path, prompts: list[list[int]], 
         max_new_tokens=config.max_new_tokens,
         **options,
     )
-    return chosen, tried, found[chosen]
+    return Measured(chosen, str(contenders[chosen]), tried, found[chosen])
 
 
 def measuring_estimate(

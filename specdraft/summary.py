@@ -82,11 +82,12 @@ def results(
     drafter: Eagle3Drafter,
     rows: dict[str, AnswerRow],
     trained: TrainResult,
-    measured: tuple[str, dict[str, Speedup], Speedup],
+    measured: tuple[str, str, dict[str, Speedup], Speedup],
     minutes: float,
 ) -> dict[str, Any]:
-    """Everything that summary.json holds. measured: the draft that was chosen, those that were tried, the chosen one's speedup."""
-    draft, tried, speedup = measured
+    """Everything that summary.json holds. measured: the draft that was chosen, by name and as arguments of `speculative_generate`;
+    those that were tried; the chosen one's speedup."""
+    draft, arguments, tried, speedup = measured
     held_out = trained.best
     return {
         **speedup.to_dict(),
@@ -101,6 +102,7 @@ def results(
         },
         "held_out": held_out,
         "draft": draft,
+        "draft_arguments": arguments,
         "tried": {name: {key: getattr(trial, key) for key in TRIED} for name, trial in tried.items()},
         "provenance": provenance(),
     }
@@ -219,14 +221,25 @@ from specdraft.data.chat import render_prompt
 from specdraft.decoding.generate import speculative_generate
 from specdraft.models.checkpoint import load_drafter, read_taps
 from specdraft.models.target import TargetModel
-
+%(imports)s
 folder = "<this folder>"
-target = TargetModel.load("%s", tap_layers=read_taps(folder))
+target = TargetModel.load("%(target)s", tap_layers=read_taps(folder))
 drafter = load_drafter(folder, target)
 prompt = render_prompt(target.tokenizer, [{"role": "user", "content": "Why is the sky blue?"}])
-output = speculative_generate(target, drafter, prompt, max_new_tokens=128)
+output = speculative_generate(target, drafter, prompt, max_new_tokens=128%(draft)s)
 print(target.tokenizer.decode(output.tokens))
 """
+IMPORTS = {
+    "Fixed": "specdraft.decoding.length_policies",
+    "FrequencyList": "specdraft.decoding.vocab_policies",
+    "Eagle2Tree": "specdraft.models.tree",
+}
+
+
+def use(name: str, arguments: str) -> str:
+    """Python that decodes with a drafter as it was measured. name: of the target; arguments: see `results`, empty = not known."""
+    imports = "".join(f"from {module} import {what}\n" for what, module in IMPORTS.items() if what in arguments)
+    return USE % {"target": name, "imports": imports, "draft": f", {arguments}" if arguments else ""}
 
 
 def model_card(config: dict[str, Any], target: TargetModel, found: dict[str, Any]) -> str:
@@ -241,7 +254,7 @@ def model_card(config: dict[str, Any], target: TargetModel, found: dict[str, Any
     settings = json.dumps(config, indent=2)
     return (
         f"---\n{header}---\n# EAGLE-3 drafter for {target.name}\n\n{describe(target, found)}\n\n## Measured\n\n{table(found)}\n\n"
-        f"## Use\n\n```python\n{USE % config['target']}```\n\n"
+        f"## Use\n\n```python\n{use(config['target'], found.get('draft_arguments', ''))}```\n\n"
         f"Trained on the target's own answers to {config['prompts']} prompts. The target's weights (hash {target.hash}) are not in it.\n\n"
         f"## Configuration\n\n```json\n{settings}\n```\n"
     )

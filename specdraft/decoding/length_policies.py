@@ -24,6 +24,9 @@ class Fixed(LengthPolicy):
             raise UserError(f"draft length: got {tokens}, allowed: 0 or more")
         self.tokens = tokens
 
+    def __repr__(self) -> str:
+        return f"Fixed({self.tokens})"
+
     def length(self) -> int:
         return self.tokens
 

@@ -14,7 +14,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import psutil
@@ -37,8 +37,9 @@ from specdraft.decoding.trace import (
     tokens_per_second,
     top2_margin,
 )
-from specdraft.decoding.vocab_policies import VocabPolicy
+from specdraft.decoding.vocab_policies import FrequencyList, VocabPolicy
 from specdraft.models.drafter import BatchDrafter, Drafter
+from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.target import TargetModel
 from specdraft.models.tree import Eagle2Tree, Shape
 from specdraft.provenance import machine
@@ -58,6 +59,13 @@ class Contender:
     length_policy: LengthPolicy | None = None
     vocab_policy: VocabPolicy | None = None
     tree: Shape | None = None
+
+    def __str__(self) -> str:
+        """One of `drafts`, as arguments of `speculative_generate`."""
+        branching = f"length_policy={self.length_policy}" if self.tree is None else f"tree={self.tree}"
+        if self.vocab_policy is None:
+            return branching
+        return f"{branching}, vocab_policy=FrequencyList.of(drafter)"
 
 
 @dataclass
@@ -130,16 +138,23 @@ class Speedup:
         return {key: _without_nan(value) for key, value in asdict(self).items()}
 
 
-def drafts(drafter: Drafter, device: torch.device) -> dict[str, Contender]:
+def drafts(drafter: Eagle3Drafter, device: torch.device) -> dict[str, Contender]:
     """Chains of several lengths and EAGLE-2 trees of several sizes, to be tried on a few prompts: which of them pays most depends
     on the machine and on the drafter, and no formula knows both. Thin products take seven rows at once: a tree of six and the token
-    before it. Where more verified tokens cost next to nothing, larger ones."""
-    lengths, sizes = (1, 2, 3, 4, 5, 6), ((3, 1, 3), (6, 1, 6), (3, 2, 2), (6, 2, 3), (6, 3, 3), (6, 4, 2), (12, 4, 4))
+    before it. Where more verified tokens cost next to nothing, larger ones. All of them over every row of the head, and again over
+    those of the drafter's frequent tokens (FR-Spec), if it knows them."""
+    lengths, sizes = (1, 2, 3, 4, 5), ((6, 1, 6), (6, 2, 3), (6, 3, 3), (6, 4, 2), (8, 4, 3))
     if device.type != "cpu":
-        lengths, sizes = (*lengths, 8), (*sizes, (24, 6, 6), (60, 7, 10))
+        lengths, sizes = (*lengths, 6, 8), (*sizes, (12, 4, 4), (24, 6, 6), (60, 7, 10))
     chains = {f"chain of {k}": Contender(drafter, Fixed(k)) for k in lengths}
     trees = {f"tree of {n}, {d} deep": Contender(drafter, tree=Eagle2Tree(n, d, w)) for n, d, w in sizes}
-    return chains | trees
+    found = chains | trees
+    if drafter.frequent is None:
+        return found
+    policy, count = FrequencyList.of(drafter), len(drafter.frequent)
+    return found | {
+        f"{name}, from {count:,} tokens": replace(draft, vocab_policy=policy) for name, draft in found.items()
+    }
 
 
 def measure_speedups(

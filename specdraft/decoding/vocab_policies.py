@@ -19,6 +19,7 @@ from specdraft.config import UserError
 from specdraft.decoding.evospec import EvoSpecVocabulary
 from specdraft.decoding.live_rows import FixedRows, RowBuffer, Verified, rows_by_target_id
 from specdraft.models.drafter import LiveRows
+from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.heads import Head
 
 PROMPT_BLOCK = 64  # prompt positions whose target logits exist at once
@@ -78,6 +79,14 @@ class FrequencyList:
     def __init__(self, head: Head, ids: Sequence[int], size: int):
         self._live = FixedRows(head, usable_rows(head, ids, size, "FrequencyList"))
         self._ids = frozenset(self._live.ids.tolist())
+
+    @classmethod
+    def of(cls, drafter: Eagle3Drafter) -> FrequencyList:
+        """Of the tokens that the drafter keeps as frequent. Raises UserError where it keeps none."""
+        if drafter.frequent is None:
+            raise UserError("FrequencyList: got a drafter without frequent_tokens.json; give a list of token ids")
+        ids = drafter.frequent.target_ids.tolist()
+        return cls(drafter.lm_head, ids, len(ids))
 
     def begin(self, prompt: list[int], last: Tensor, logits_of: Callable[[Tensor], Tensor]) -> None:
         pass

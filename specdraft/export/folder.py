@@ -21,13 +21,14 @@ from torch import Tensor
 
 from specdraft.config import UserError
 from specdraft.data.vocab import VocabMap
+from specdraft.models.checkpoint import FREQUENT
 from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.eagle3_layer import Eagle3Config
 from specdraft.models.heads import FullHead, LowRankHead, TrimmedHead
 from specdraft.models.target import TargetModel
 from specdraft.provenance import atomic_path, write_json
 
-WRITTEN = {"config.json", "model.safetensors", "README.md", "provenance.json"}
+WRITTEN = {"config.json", "model.safetensors", "README.md", "provenance.json", FREQUENT}
 FLAGS = ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc")
 LAYER = "midlayer."
 PROBE_TOKENS, PROBE_STEPS = 16, 3

@@ -8,11 +8,14 @@ Letters: B rows, G key/value heads, T slots, D head width, n new tokens.
 
 from __future__ import annotations
 
+import ctypes
 from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from specdraft.models import thin_products
 
 BLOCK = 64
 
@@ -57,10 +60,24 @@ class KVCache:
             if to != of
         ]
         if moved:
-            rows, to, of = torch.tensor(moved, device=self.keys[0].device).unbind(1)
-            for stored in (*self.keys, *self.values):
-                stored[rows, :, to] = stored[rows, :, of]
+            self._move(torch.tensor(moved))
         self.crop([start + len(path) for start, path in zip(starts, paths, strict=True)])
+
+    def _move(self, moves: Tensor) -> None:
+        """moves: [n, 3] row, slot, and the later slot that gives way to it, in the order of slots."""
+        stored = [*self.keys, *self.values]
+        first = stored[0]
+        compiled = thin_products.library() if first.device.type == "cpu" else None
+        if compiled is None or any(tensor.shape != first.shape for tensor in stored):
+            rows, to, of = moves.to(first.device).unbind(1)
+            for tensor in stored:
+                tensor[rows, :, to] = tensor[rows, :, of]
+            return
+        assert first.is_contiguous(), first.stride()
+        pointers = (ctypes.c_void_p * len(stored))(*(tensor.data_ptr() for tensor in stored))
+        _, heads, slots, width = first.shape
+        sizes = (len(stored), heads, slots, width * first.element_size())
+        compiled.move_slots(pointers, *sizes, moves.data_ptr(), len(moves))
 
     @torch.inference_mode()
     def select(self, rows: list[int]) -> None:

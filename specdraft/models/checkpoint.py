@@ -1,4 +1,5 @@
-"""Drafter checkpoints on disk: config.json, model.safetensors (no frozen target weights), provenance.json, README.md.
+"""Drafter checkpoints on disk: config.json, model.safetensors (no frozen target weights), provenance.json, README.md, and, where it is
+known, frequent_tokens.json: a list of target ids, see Eagle3Drafter.frequent.
 
 Tensor names are those of EAGLE-3 checkpoints; a low-rank head is `lm_head.down` and `lm_head.weight`, a trimmed one adds
 the offsets `d2t` and the mask `t2d`. It knows nothing of training state (training/checkpoint.py) or of engines (export/).
@@ -20,9 +21,10 @@ from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.eagle3_layer import Eagle3Config
 from specdraft.models.heads import HeadDtype
 from specdraft.models.target import TargetModel
-from specdraft.provenance import atomic_path, provenance, write_json
+from specdraft.provenance import atomic_path, provenance, read_json, write_json
 
 FORMAT = "specdraft-eagle3-1"
+FREQUENT = "frequent_tokens.json"
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 NEEDED, NEEDED_OF_TARGET = {"drafter", "target", "vocab_hash", "dtype"}, {"name", "hash", "vocab_size"}
 
@@ -56,6 +58,8 @@ def save_drafter(
         temporary.mkdir()
         save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
         write_json(temporary / "config.json", config)
+        if drafter.frequent is not None:
+            (temporary / FREQUENT).write_text(json.dumps(drafter.frequent.target_ids.tolist()) + "\n")
         write_json(temporary / "provenance.json", {**provenance(), "run": run})
         (temporary / "README.md").write_text(card)
 
@@ -112,7 +116,17 @@ def load_drafter(
     _load_exactly(drafter, weights, folder)
     drafter.to(dtype=dtype or target.dtype, device=device).eval().requires_grad_(False)
     drafter.head_dtype = head_dtype
+    if (folder / FREQUENT).exists():
+        drafter.frequent = read_frequent(folder / FREQUENT, made_for["vocab_size"])
     return drafter.bind(target.embedding_weight)
+
+
+def read_frequent(path: Path, vocab_size: int) -> VocabMap:
+    """A list of target ids in JSON, most frequent first. Raises UserError where it is none, or has ids out of range or twice."""
+    ids = read_json(path, "frequent tokens", "restore it, or remove it and draft from the whole vocabulary")
+    if not isinstance(ids, list) or not all(type(item) is int for item in ids):
+        raise UserError(f"frequent tokens {path}: got no list of token ids; restore it, or remove it")
+    return VocabMap(torch.tensor(ids, dtype=torch.int64), vocab_size, f"frequent tokens {path}")
 
 
 def read_config(folder: Path) -> dict[str, Any]:

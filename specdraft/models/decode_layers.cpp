@@ -30,7 +30,7 @@ extern "C" void decode_layers(const Sizes* sizes, const DecodeLayer* layers, lon
 #pragma omp master
             if (taps[l]) std::copy(state.begin(), state.end(), taps[l]);
             for (long i = 0; i < n; i++) rms_norm(&state[i * width], layer.input_norm, size.eps, &x[i * width], width);
-            product(x.data(), layer.qkv, layer.qkv_bias, qkv, n, width, all * dim);
+            product<true>(x.data(), layer.qkv, layer.qkv_bias, qkv, n, width, all * dim);
 #pragma omp for schedule(static)
             for (long i = 0; i < n * all; i++) {
                 const long row = i / all, head = i % all, slot = (start + row) * dim;
@@ -45,7 +45,7 @@ extern "C" void decode_layers(const Sizes* sizes, const DecodeLayer* layers, lon
                     std::copy_n(of, dim, to + slot);
                 }
             }
-            block(size, layer.block, {keys[l], values[l], kv_stride, start + n, sees}, qkv, all * dim, n, state.data(), room);
+            block<true>(size, layer.block, {keys[l], values[l], kv_stride, start + n, sees}, qkv, all * dim, n, state.data(), room);
         }
 #pragma omp master
         std::copy(state.begin(), state.end(), hidden);

@@ -31,7 +31,7 @@ extern "C" void draft_project(const DraftLayer* layer, const float* hidden, cons
 #pragma omp master
             std::copy_n(layer->norm_before_residual ? normed : hidden + i * width, width, residual + i * width);
         }
-        product(x.data(), layer->qkv, nullptr, qkv, n, 2 * width, outputs);
+        product<false>(x.data(), layer->qkv, nullptr, qkv, n, 2 * width, outputs);
 #pragma omp for schedule(static)
         for (long i = 0; i < n * turned; i++) {
             const long at = positions[i / turned] * dim;
@@ -49,7 +49,7 @@ extern "C" void draft_finish(const DraftLayer* layer, const float* q, long q_str
 #pragma omp parallel
     {
         vector<float> state(residual, residual + n * width);
-        block(layer->size, layer->block, {keys, values, kv_stride, slots, sees}, q, q_stride, n, state.data(), room);
+        block<false>(layer->size, layer->block, {keys, values, kv_stride, slots, sees}, q, q_stride, n, state.data(), room);
 #pragma omp master
         for (long i = 0; i < n; i++) {
             std::copy_n(&state[i * width], width, hidden + i * width);

@@ -27,6 +27,8 @@ class Eagle3Drafter(nn.Module, Arithmetic):
 
     The target's embedding is used, not owned: `bind` hands it over, and it is neither trained nor saved.
     head_dtype: of the head's rows while decoding, set before it begins; live rows (LiveRows) have that of the weights.
+    frequent: tokens that the target says most often in the answers trained on, most frequent first, for who drafts from these alone
+    (vocab_policies.FrequencyList); kept with the checkpoint, None = not known.
     """
 
     def __init__(self, config: Eagle3Config, vocab_map: VocabMap | None = None):
@@ -47,6 +49,7 @@ class Eagle3Drafter(nn.Module, Arithmetic):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self.head_dtype: HeadDtype = "own"
+        self.frequent: VocabMap | None = None
         self._target: dict[str, Tensor] = {}  # a dict, so that nn.Module neither registers nor saves it
         self._frozen: FrozenWeights | None = None
         self._sequences: Sequences | None = None

@@ -123,15 +123,18 @@ inline Bits load_end(const uint16_t* w, long count, bool is_last) {
     return load<Bits>(w) & load<Bits>(WINDOW.keep + GROUP - count);
 }
 
+template <bool ONCE>
 inline Bits load_ahead(const uint16_t* w) {
-    __builtin_prefetch(reinterpret_cast<const char*>(w) + AHEAD);
+    __builtin_prefetch(reinterpret_cast<const char*>(w) + AHEAD, 0, ONCE ? 0 : 3);
     return load<Bits>(w);
 }
 
+// ONCE: weights that are not read again while the last cache could hold them, as a target's: they pass it by, and leave it to the drafter.
+//
 // R rows of w against N rows of x, U groups at a time, in S = 1 or 2 sums each: R*N*U*S chains of additions hide the latency of one, and
 // fit the registers. rest: columns of the last group, 1 to GROUP. is_last: nothing may be read behind the rows. What is still to be added
 // up goes to totals [N,BLOCK].
-template <int R, int N, int U, int S>
+template <bool ONCE, int R, int N, int U, int S>
 void dot(const uint16_t* w, long width, const Input* x, Floats* totals, long columns, long rest, bool is_last) {
     Floats sums[U][S][R][N];
     for (auto& group : sums)
@@ -149,7 +152,7 @@ void dot(const uint16_t* w, long width, const Input* x, Floats* totals, long col
             for (int r = 0; r < R; r++) multiply(weights[r], own, sums[u][0][r][i], sums[u][S - 1][r][i]);
         }
     };
-    auto whole_group = [](const uint16_t* at, int) { return load_ahead(at); };
+    auto whole_group = [](const uint16_t* at, int) { return load_ahead<ONCE>(at); };
     auto last_group = [&](const uint16_t* at, int r) { return load_end(at, rest, is_last && r + 1 == R); };
     const long whole = columns - (rest == GROUP ? 0 : GROUP);
     long k = 0;
@@ -174,11 +177,13 @@ void dot(const uint16_t* w, long width, const Input* x, Floats* totals, long col
 
 using Dot = void (*)(const uint16_t*, long, const Input*, Floats*, long, long, bool);
 #ifdef __AVX512BF16__
-constexpr Dot DOTS[MOST] = {dot<1, 1, 2, 1>, dot<1, 2, 2, 1>, dot<1, 3, 2, 1>, dot<1, 4, 2, 1>, dot<1, 5, 2, 1>, dot<1, 6, 2, 1>, dot<1, 7, 2, 1>};
-constexpr Dot PAIRS[MOST] = {dot<2, 1, 2, 1>, dot<2, 2, 2, 1>, dot<2, 3, 2, 1>, dot<2, 4, 2, 1>, dot<2, 5, 2, 1>, dot<2, 6, 2, 1>, dot<2, 7, 2, 1>};
+template <bool ONCE, int R>
+constexpr Dot DOTS[MOST] = {dot<ONCE, R, 1, 2, 1>, dot<ONCE, R, 2, 2, 1>, dot<ONCE, R, 3, 2, 1>, dot<ONCE, R, 4, 2, 1>,
+                            dot<ONCE, R, 5, 2, 1>, dot<ONCE, R, 6, 2, 1>, dot<ONCE, R, 7, 2, 1>};
 #else
-constexpr Dot DOTS[MOST] = {dot<1, 1, 4, 2>, dot<1, 2, 2, 2>, dot<1, 3, 2, 2>, dot<1, 4, 1, 2>, dot<1, 5, 1, 2>, dot<1, 6, 1, 2>, dot<1, 7, 1, 1>, dot<1, 8, 1, 1>};
-constexpr auto& PAIRS = DOTS;
+template <bool ONCE, int R>
+constexpr Dot DOTS[MOST] = {dot<ONCE, R, 1, 4, 2>, dot<ONCE, R, 2, 2, 2>, dot<ONCE, R, 3, 2, 2>, dot<ONCE, R, 4, 1, 2>,
+                            dot<ONCE, R, 5, 1, 2>, dot<ONCE, R, 6, 1, 2>, dot<ONCE, R, 7, 1, 1>, dot<ONCE, R, 8, 1, 1>};
 #endif
 
 // The sums of `count` vectors, plus a bias that may be null.
@@ -213,7 +218,8 @@ inline void convert(const float* x, Input* converted, long count, long width, lo
 // all of it on return; what is small (norms, sums) each computes for itself, which is cheaper than to wait for another.
 
 // x: n rows of `width`; bias may be null.
-inline void product(const float* x, const uint16_t* w, const uint16_t* bias, float* y, long n, long width, long outputs) {
+template <bool ONCE>
+void product(const float* x, const uint16_t* w, const uint16_t* bias, float* y, long n, long width, long outputs) {
     const long columns = (width + GROUP - 1) / GROUP * GROUP;
     const long rest = width - (columns - GROUP);
     static thread_local std::vector<Bits> room;  // vectors, for even addresses
@@ -229,7 +235,7 @@ inline void product(const float* x, const uint16_t* w, const uint16_t* bias, flo
             some = (n - i + passes - 1) / passes;
             for (long o = 0, r; o < count; o += r) {
                 r = o + PAIR <= count ? PAIR : 1;
-                const Dot dot = (r == 1 ? DOTS : PAIRS)[some - 1];
+                const Dot dot = (r == 1 ? DOTS<ONCE, 1> : DOTS<ONCE, PAIR>)[some - 1];
                 dot(w + (start + o) * width, width, rows + i * columns, totals + o, columns, rest, start + o + r == outputs);
             }
             for (long row = 0; row < some; row++) add_up(totals + row * BLOCK, bias ? bias + start : nullptr, y + (i + row) * outputs + start, count);
@@ -443,8 +449,8 @@ struct Room {
 };
 
 // state [n,H], this thread's own: the residual stream, from before the attention to behind the MLP. q: rows `q_stride` apart.
-inline void block(const Sizes& size, const Block& weights, const Slots& slots, const float* q, long q_stride, long n, float* state,
-                  Room& room) {
+template <bool ONCE>
+void block(const Sizes& size, const Block& weights, const Slots& slots, const float* q, long q_stride, long n, float* state, Room& room) {
     const long width = size.width, mlp_width = size.mlp_width, heads = size.heads, dim = size.head_dim;
     static thread_local std::vector<float> own_room, own_x, rest;
     const long shared = heads / size.kv_heads;  // queries that share keys and values
@@ -461,10 +467,10 @@ inline void block(const Sizes& size, const Block& weights, const Slots& slots, c
                                                 : Stored<float>{keys, values, causal, causal, nullptr, nullptr};
         attend(q + row * q_stride + head * dim, shared, stored, dim, own_room.data(), attended + (row * heads + head) * dim);
     }
-    product(attended, weights.out, weights.out_bias, sum, n, heads * dim, width);
+    product<ONCE>(attended, weights.out, weights.out_bias, sum, n, heads * dim, width);
     for (long i = 0; i < n * width; i++) state[i] += sum[i];
     for (long i = 0; i < n; i++) rms_norm(state + i * width, weights.mlp_norm, size.eps, &x[i * width], width);
-    product(x, weights.gate_up, weights.gate_up_bias, gate_up, n, width, 2 * mlp_width);
+    product<ONCE>(x, weights.gate_up, weights.gate_up_bias, gate_up, n, width, 2 * mlp_width);
     const long parts = (mlp_width + PART - 1) / PART;
 #pragma omp for schedule(static)
     for (long i = 0; i < n * parts; i++) {
@@ -473,7 +479,7 @@ inline void block(const Sizes& size, const Block& weights, const Slots& slots, c
         silu_times(gate, gate + mlp_width, std::min(PART, mlp_width - from));
     }
     for (long i = 0; i < n; i++) std::copy_n(gate_up + 2 * i * mlp_width, mlp_width, &x[i * mlp_width]);
-    product(x, weights.down, weights.down_bias, sum, n, mlp_width, width);
+    product<ONCE>(x, weights.down, weights.down_bias, sum, n, mlp_width, width);
     for (long i = 0; i < n * width; i++) state[i] += sum[i];
 }
 

@@ -25,7 +25,15 @@ from torch import Tensor
 from specdraft.config import UserError
 from specdraft.provenance import atomic_path, cache_folder, has_bf16_products, hash_json
 
-NAMES = ("thin.h", "thin_products.cpp", "draft_layer.cpp", "decode_layers.cpp", "row_attention.cpp", "largest.cpp")
+NAMES = (
+    "thin.h",
+    "thin_products.cpp",
+    "draft_layer.cpp",
+    "decode_layers.cpp",
+    "row_attention.cpp",
+    "largest.cpp",
+    "cache_slots.cpp",
+)
 SOURCES = [Path(__file__).with_name(name) for name in NAMES]
 MOST_LARGEST = 64
 FLAGS = ("-O3", "-fopenmp", "-shared", "-fPIC", "-std=c++17")
@@ -131,6 +139,7 @@ def compile_for(instructions: tuple[str, ...]) -> ctypes.CDLL | None:
         "draft_finish": [p, p, n, p, p, p, n, n, p, n, p, p],
         "decode_layers": [p, p, n, p, p, p, p, p, p, n, n, p, n],
         "largest": [p, n, n, n, p, p, p],
+        "move_slots": [p, n, n, n, n, p, n],
         "attend_rows_fp32": [p, p, p, p, p],
         "attend_rows_bf16": [p, p, p, p, p],
     }

@@ -20,8 +20,8 @@ from specdraft.config import UserError
 from specdraft.models.drafter import Ask, Proposal
 from specdraft.models.thin_products import largest
 
-# Nodes to run next: target ids [v], and for each the index of its parent among the w nodes that ran last.
-Level = tuple[Tensor, Tensor]
+# Nodes to run next: target ids [v], and for each the index of its parent among the w nodes that ran last (in numpy).
+Level = tuple[Tensor, np.ndarray]
 
 
 class Growth(Protocol):
@@ -55,7 +55,7 @@ class Chain:
 
 
 class _ChainGrowth:
-    root = torch.zeros(1, dtype=torch.int64)
+    root = np.zeros(1, dtype=np.int64)
 
     def __init__(self, ask: Ask, ids: Tensor | None):
         self.budget, self.choose, self.ids = ask.budget, ask.choose, ids
@@ -137,7 +137,7 @@ class _Eagle2Growth:
         self.picked = _largest_first(scores)[: self.tree.top_k]
         self.frontier = self.size + self.picked
         self.size += len(scores)
-        return self._tensor(tokens[self.picked]), self._tensor(self.picked // width)
+        return self._tensor(tokens[self.picked]), self.picked // width
 
     def proposal(self) -> Proposal:
         kept = np.sort(_largest_first(np.concatenate(self.scores))[: self.tree.total_tokens])
@@ -192,7 +192,7 @@ class _SampledGrowth:
             return None
         self.nodes, self.path = list(range(before, len(self.parents))), torch.cat(scores)
         of = [i for i, count in enumerate(counts) for _ in range(count)]
-        return torch.cat(self.tokens[before:]), torch.tensor(of, device=logits.device)
+        return torch.cat(self.tokens[before:]), np.array(of)
 
     def _allot(self, log_law: Tensor) -> list[int]:
         """How many children each of the nodes gets, by their log-laws [w, S]."""

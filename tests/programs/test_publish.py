@@ -18,11 +18,12 @@ from fake_hub import TOKEN, FakeHub
 from specdraft import cli, summary
 from specdraft.config import UserError, parse_config
 from specdraft.data.vocab import VocabMap
+from specdraft.decoding.measure import drafts
 from specdraft.export import origin as origin_module
 from specdraft.export.card import Publication, model_card
 from specdraft.export.formats import import_drafter
 from specdraft.export.origin import find_origin
-from specdraft.models.checkpoint import read_taps, save_drafter
+from specdraft.models.checkpoint import load_drafter, read_taps, save_drafter
 from specdraft.models.heads import HeadConfig
 from specdraft.models.initialise import DrafterConfig, new_drafter
 from specdraft.models.target import TargetModel
@@ -227,11 +228,17 @@ def test_a_drafter_in_a_folder_of_any_name_needs_no_repository(workdir):
     assert (workdir / "spaces" / "README.md").exists()
 
 
-def test_the_snippet_of_a_new_drafters_card_runs(workdir, capsys):
+@pytest.mark.parametrize("name", ["", "chain of 3", "tree of 6, 2 deep, from 300 tokens"])
+def test_the_snippet_of_a_new_drafters_card_runs(name, workdir, tmp_path, capsys):
+    """It drafts as was measured."""
     target = TargetModel.load(str(workdir / "target"), dtype=torch.float32)
-    card = summary.model_card({"target": str(workdir / "target"), "prompts": "builtin"}, target, SUMMARY)
+    drafter = load_drafter(workdir / "run" / "drafter", target)
+    drafter.frequent = VocabMap(torch.arange(300), target.vocab_size)
+    save_drafter(tmp_path / "drafter", drafter, target, "", {})
+    found = SUMMARY | ({"draft_arguments": str(drafts(drafter, target.device)[name])} if name else {})
+    card = summary.model_card({"target": str(workdir / "target"), "prompts": "builtin"}, target, found)
     (snippet,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
-    exec(snippet.replace("<this folder>", str(workdir / "run" / "drafter")), {})
+    exec(snippet.replace("<this folder>", str(tmp_path / "drafter")), {})
     assert capsys.readouterr().out.strip()
 
 

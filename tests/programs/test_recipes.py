@@ -115,14 +115,17 @@ def test_training_on_stored_states(stored):
 def test_drafts_are_tried_and_the_fastest_is_measured(stored):
     flags = ["--max-length=200", "--states=states", "--output=out", "--name=tried", "--train.max-steps=2"]
     tiny = [flag for flag in TINY if "draft-length" not in flag]
-    done = run("recipes/train_slimspec.py", *tiny, *flags, "--measure.trial-tokens=8", cwd=stored)
+    done = run(
+        "recipes/train_slimspec.py", *tiny, *flags, "--measure.trial-tokens=8", "--measure.frequent=300", cwd=stored
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads((stored / "out" / "tried" / "summary.json").read_text())
     speedups = {name: tried["median_speedup"] for name, tried in found["tried"].items()}
-    assert {"chain of 1", "chain of 4", "tree of 3, 2 deep", "tree of 12, 4 deep"} <= speedups.keys()
+    assert {"chain of 1", "chain of 4", "tree of 6, 2 deep", "tree of 8, 4 deep, from 300 tokens"} <= speedups.keys()
     assert found["draft"] == max(speedups, key=speedups.get)
     assert found["prompts"] == 2
     assert f"a round drafts a {found['draft']}" in done.stdout
+    assert len(json.loads((stored / "out" / "tried" / "drafter" / "frequent_tokens.json").read_text())) == 300
 
 
 BAD_STATES = {

@@ -6,6 +6,7 @@ import torch
 from specdraft.config import UserError
 from specdraft.data.vocab import VocabMap
 from specdraft.decoding.sampling import Sampling, greedy
+from specdraft.decoding.vocab_policies import FrequencyList
 from specdraft.models.checkpoint import load_drafter, save_drafter
 from specdraft.models.drafter import Ask, Drawn
 from specdraft.models.heads import HeadConfig, LowRankHead
@@ -255,3 +256,22 @@ def test_first_weights_come_from_the_target(target):
     assert torch.equal(drafter.lm_head.weight, target.head_weight)
     trimmed = make_drafter(target, head=HEADS[2]).lm_head
     assert torch.equal(trimmed.weight, target.head_weight[trimmed.ids])
+
+
+def test_frequent_tokens_are_kept_with_a_checkpoint(target, tmp_path):
+    drafter = make_drafter(target, HEADS[1])
+    drafter.frequent = VocabMap(torch.tensor([5, 3, 9]), target.vocab_size)
+    save_drafter(tmp_path / "d", drafter, target, "# card", {})
+    assert load_drafter(tmp_path / "d", target).frequent == drafter.frequent
+    assert FrequencyList.of(drafter).live().ids.tolist() == [5, 3, 9]
+    drafter.frequent = None
+    with pytest.raises(UserError, match="without frequent_tokens"):
+        FrequencyList.of(drafter)
+
+
+@pytest.mark.parametrize("text", ["[1, 2", "{}", "[1, 1]", "[-1]", '["a"]', "[]", "[1.5]"])
+def test_a_broken_list_of_frequent_tokens_is_refused(target, text, tmp_path):
+    save_drafter(tmp_path / "d", make_drafter(target, HEADS[1]), target, "# card", {})
+    (tmp_path / "d" / "frequent_tokens.json").write_text(text)
+    with pytest.raises(UserError, match="frequent tokens"):
+        load_drafter(tmp_path / "d", target)
