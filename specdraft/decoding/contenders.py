@@ -35,7 +35,7 @@ from specdraft.decoding.length_policy import LengthPolicy
 from specdraft.decoding.libraspec import LibraSpec, balance_from_costs
 from specdraft.decoding.measure import Contender, measure_costs
 from specdraft.decoding.vocab_policies import VOCAB_POLICIES, AllTokens, FrequencyList, NanoSpec, VocabPolicy
-from specdraft.models.checkpoint import load_drafter, read_taps
+from specdraft.models.checkpoint import load_drafter, read_frequent, read_taps
 from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.heads import Head, HeadDtype
 from specdraft.models.sparse_self import SparseSelfConfig, SparseSelfDrafter
@@ -52,8 +52,8 @@ BenchDrafter = Eagle3Drafter | SparseSelfDrafter
 
 @dataclass
 class PolicyConfig:
-    """frequency: answers (JSONL; those to held-out built-in prompts do not count) or a vocabulary map (safetensors) that give the order
-    of frequency.   frequency_size: rows of the
+    """frequency: answers (JSONL; those to held-out built-in prompts do not count), a vocabulary map (safetensors) or a drafter's
+    frequent_tokens.json, which give the order of frequency.   frequency_size: rows of the
     frequency list.   nanospec_capacity, nanospec_kind: see NanoSpec.   evospec: see EvoSpecConfig.   drafted: of `fixed`, and where
     `heuristic` starts.   most: tokens a round at most, also the longest draft whose costs are measured.   libraspec_block;
     libraspec_a: None = from the measured costs.   eagle2, sampled: see Eagle2Tree, SampledTree.   sparse: of the target that drafts for
@@ -88,8 +88,8 @@ def read_frequency(path: Path, target: TargetModel, core: int) -> Frequency:
         UserError: a file of another tokenizer, or of another kind; no answers but those.
     """
     needed = required_ids(target.tokenizer, target.eos_token_ids, target.vocab_size)
-    if path.suffix == ".safetensors":
-        vocab = VocabMap.load(path)
+    if path.suffix in (".safetensors", ".json"):
+        vocab = VocabMap.load(path) if path.suffix == ".safetensors" else read_frequent(path, target.vocab_size)
         if vocab.vocab_size != target.vocab_size:
             raise UserError(
                 f"policies.frequency {path}: made for {vocab.vocab_size} tokens, the target has {target.vocab_size}; build it again"
@@ -288,7 +288,7 @@ def check_names(settings: PolicyConfig, vocab: Sequence[str], length: Sequence[s
     if set(vocab) & set(NEEDS_FREQUENCY) and not (settings.frequency and settings.frequency.is_file()):
         raise UserError(
             f"policies.frequency: got {settings.frequency or 'none'}, needed by the policies frequency and evospec; give one "
-            "file of answers, such as runs/answers/<target>-<key>/part-00000.jsonl, or a vocab.safetensors"
+            "file of answers, such as runs/answers/<target>-<key>/part-00000.jsonl, a vocab.safetensors or a frequent_tokens.json"
         )
 
 

@@ -79,6 +79,41 @@ def test_slimspec_from_prompts_to_summary(workdir):
     assert first.read_bytes() == second.read_bytes(), "the same run twice is the same drafter"
 
 
+@pytest.mark.slow
+def test_the_whole_job_on_two_processes(workdir):
+    """Each answers its share; one of them measures and writes."""
+    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    launch += [
+        "--config_file",
+        str(ROOT / "recipes" / "launch" / "cpu2.yaml"),
+        str(ROOT / "recipes" / "train_slimspec.py"),
+    ]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    flags = [*TINY, "--output=pair", "--train.max-steps=4"]
+    done = subprocess.run([*launch, *flags], cwd=workdir, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads((workdir / "pair" / "slimspec" / "summary.json").read_text())
+    assert found["training"]["steps"] == 4
+    assert found["tau"] >= 1
+    answers = [
+        line for path in (workdir / "pair" / "answers").glob("*/part-*.jsonl") for line in path.read_text().splitlines()
+    ]
+    assert len({json.loads(line)["id"] for line in answers}) == len(answers) == 120
+    assert done.stdout.count("# slimspec") == 1
+
+
+@pytest.mark.gpu
+def test_the_whole_job_on_a_gpu(workdir):
+    """Answers, a new drafter and its first weights, training, and every draft that is tried."""
+    tried = [flag for flag in TINY if "draft-length" not in flag]
+    done = run("recipes/train_slimspec.py", *tried, "--measure.trial-tokens=8", "--output=gpu", cwd=workdir)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((workdir / "gpu" / "slimspec" / "summary.json").read_text())
+    assert found["provenance"]["machine"]["gpus"]
+    assert "tree of 60, 7 deep" in found["tried"]
+    assert found["match_rate"] == 1
+
+
 @pytest.mark.parametrize("kind", ["full", "trimmed"])
 def test_eagle3_shares_the_pipeline(workdir, kind):
     size = ["--head.vocab-size=290", "--drafter.tap-layers", "1", "4", "5"] if kind == "trimmed" else []

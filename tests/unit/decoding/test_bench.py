@@ -375,8 +375,10 @@ def test_the_frequency_order_starts_with_what_must_never_be_missing(target, tmp_
     assert frequency.ids[len(needed) : len(needed) + len(rest)] == rest
     vocab = VocabMap(torch.tensor([5, 3, 9]), target.vocab_size)
     vocab.save(tmp_path / "vocab.safetensors")
-    ids = contenders.read_frequency(tmp_path / "vocab.safetensors", target, core=1).ids
-    assert ids == [*needed, *(token for token in (5, 3, 9) if token not in needed)]
+    (tmp_path / "frequent_tokens.json").write_text("[5, 3, 9]")
+    for name in ("vocab.safetensors", "frequent_tokens.json"):
+        ids = contenders.read_frequency(tmp_path / name, target, core=1).ids
+        assert ids == [*needed, *(token for token in (5, 3, 9) if token not in needed)]
 
 
 def test_answers_that_are_measured_on_are_not_counted(target, tmp_path):

@@ -5,11 +5,17 @@ import math
 import pytest
 import torch
 
+from specdraft.data.chat import render_prompt
+from specdraft.data.tasks import builtin_prompts, split_held_out
 from specdraft.data.vocab import VocabMap
+from specdraft.decoding.generate import autoregressive_generate, speculative_generate
+from specdraft.decoding.length_policies import Fixed
+from specdraft.decoding.trace import conditional_acceptance
 from specdraft.models import copying
 from specdraft.models.copying import canonical, covariance, init_copying, slow_dims
 from specdraft.models.heads import HeadConfig
 from specdraft.models.initialise import DrafterConfig, new_drafter
+from specdraft.models.target import TargetModel
 from specdraft.testing import TINY_VOCAB, tiny_target
 
 VOCAB = TINY_VOCAB
@@ -126,3 +132,24 @@ def test_slow_pairs(target):
     expected = [i for i in range(d // 2) if copying.REACH * theta ** (-2 * i / d) < 1]
     assert slow_dims(drafter).tolist() == [dim for i in reversed(expected) for dim in (i, i + d // 2)]
     assert math.isclose(len(expected), d / 4, abs_tol=d / 8)
+
+
+@pytest.mark.real
+def test_a_new_drafter_of_the_default_target_is_accepted():
+    """Before any training, with a low-rank head fitted on nothing but prompts: a tenth of its first drafts, and the target's own output."""
+    target = TargetModel.load("default", dtype=torch.float32)
+    train, held_out = split_held_out(builtin_prompts())
+    chats = [[{"role": "user", "content": prompt.turns[0]}] for prompt in (*train[:96:2], *held_out[:4])]
+    *texts, a, b, c, d = (torch.tensor([render_prompt(target.tokenizer, chat)]) for chat in chats)
+    read = [states(target, text) for text in texts]
+    torch.manual_seed(0)
+    drafter = new_drafter(
+        target, DrafterConfig(), HeadConfig("lowrank"), None, torch.cat([last[0] for _, last in read])
+    )
+    init_copying(drafter, torch.cat([taps[0] for taps, _ in read]), torch.cat([text[0] for text in texts]))
+    traces = []
+    for prompt in (a, b, c, d):
+        output = speculative_generate(target, drafter.eval(), prompt, max_new_tokens=48, length_policy=Fixed(2))
+        assert output.tokens == autoregressive_generate(target, prompt, max_new_tokens=48).tokens
+        traces.append(output.trace)
+    assert conditional_acceptance(traces)[0] > 0.1
