@@ -9,6 +9,7 @@ T tokens.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import re
 from collections import Counter
@@ -26,6 +27,8 @@ from specdraft.config import UserError
 from specdraft.provenance import hash_json, json_fault
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+A_DAY = datetime.date(2026, 1, 1)  # which it always is in a template that prints the date
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 PLAIN_SEPARATOR = "\n\n"  # between turns, for tokenizers without a chat template (base models)
 Span = tuple[int, int]  # half-open range of characters
@@ -171,6 +174,28 @@ def check_masks(examples: Sequence[Example], tokenizer: Any) -> None:
 # ------------------------------------------------------------------------------------------------- chat templates
 
 
+def chat_template(tokenizer: Any) -> str:
+    """The tokenizer's template, with one date in the place of today's: what a text becomes must be the same tomorrow. Raises UserError
+    where there are several and none is the default one."""
+    try:
+        template = tokenizer.get_chat_template()
+    except ValueError as error:
+        raise UserError(f"chat template: {error}") from None
+    return TODAY.sub(lambda call: repr(A_DAY.strftime(call[2])), template)
+
+
+def first_turn(tokenizer: Any, system: str | None, user: str) -> list[dict[str, str]]:
+    """Messages that begin a conversation. Where the template refuses a system turn (Gemma-2's), its text stands before the user's."""
+    if not system:
+        return [{"role": "user", "content": user}]
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+    try:
+        render_prompt(tokenizer, messages)
+    except UserError:
+        return [{"role": "user", "content": system + PLAIN_SEPARATOR + user}]
+    return messages
+
+
 def render_prompt(tokenizer: Any, turns_so_far: Sequence[dict[str, str]]) -> list[int]:
     """Messages (`role`, `content`) -> token ids up to where the assistant begins to write, generation prompt included.
 
@@ -271,7 +296,7 @@ def _render_with_marks(
     try:
         texts, spans = render_jinja_template(
             conversations=[list(messages)],
-            chat_template=tokenizer.get_chat_template(),
+            chat_template=chat_template(tokenizer),
             add_generation_prompt=add_generation_prompt,
             return_assistant_tokens_mask=marks,
             **tokenizer.special_tokens_map,
@@ -303,7 +328,7 @@ def _normalise(messages: Any) -> list[dict[str, str]]:
 
 def _marked_spans(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[str, list[Span]] | None:
     """Text and answer spans by the template's own marks; None where it has none, or where they leave reasoning out."""
-    if not GENERATION_MARK.search(tokenizer.get_chat_template()):
+    if not GENERATION_MARK.search(chat_template(tokenizer)):
         return None
     text, spans = _render_with_marks(tokenizer, messages, marks=True)
     if spans and _last_reasoning(messages)[0] not in text[slice(*spans[-1])]:

@@ -19,7 +19,7 @@ from tokenizers import pre_tokenizers
 from torch import Tensor
 
 from specdraft.config import UserError
-from specdraft.data.chat import Example, render_prompt
+from specdraft.data.chat import Example, chat_template, render_prompt
 from specdraft.provenance import atomic_path, hash_tensors
 
 BYTE_FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]  # SentencePiece's tokens of single bytes
@@ -224,5 +224,6 @@ def required_ids(tokenizer: Any, eos_token_ids: Sequence[int], vocab_size: int |
     ids = {*eos_token_ids, *tokenizer.all_special_ids, *(table[token] for token in byte_tokens if token in table)}
     if tokenizer.chat_template:
         ids |= set(render_prompt(tokenizer, [{"role": "user", "content": ""}]))
-        ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.content in tokenizer.chat_template}
+        template = chat_template(tokenizer)
+        ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.content in template}
     return sorted(i for i in ids if vocab_size is None or i < vocab_size)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from specdraft.config import UserError
-from specdraft.data.chat import render_prompt
+from specdraft.data.chat import first_turn, render_prompt
 from specdraft.data.long_prompts import SHORTEST, long_prompts
 from specdraft.data.tasks import Prompt, builtin_prompts, split_held_out
 from specdraft.decoding import numbers
@@ -136,10 +136,11 @@ def _user_turn(target: TargetModel, text: str) -> list[int]:
 
 def _turns(target: TargetModel, prompt: Prompt, max_new_tokens: int, answers: list[str]) -> tuple[list[Request], int]:
     """Answers that are missing are added to `answers`."""
-    messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
+    messages = first_turn(target.tokenizer, prompt.system, prompt.turns[0])
     requests: list[Request] = []
     for turn, text in enumerate(prompt.turns):
-        messages.append({"role": "user", "content": text})
+        if turn:
+            messages.append({"role": "user", "content": text})
         ids = render_prompt(target.tokenizer, messages)
         if len(ids) + max_new_tokens > target.max_positions:
             return requests, len(prompt.turns) - turn

@@ -15,6 +15,7 @@ from specdraft.data.chat import (
     check_masks,
     encode_conversation,
     encode_conversations,
+    first_turn,
     follow_up,
     read_answers,
     read_examples,
@@ -436,3 +437,22 @@ def test_tokenizer_hash_sees_template_and_vocabulary_only(make):
     padded = make(CHATML, pad_token="<|im_end|>")
     padded(["a", "a b c"], padding=True, truncation=True, max_length=2)
     assert tokenizer_hash(padded) == tokenizer_hash(make(CHATML, pad_token="<|im_end|>"))
+
+
+@pytest.mark.parametrize("call", ["strftime_now('%d %b %Y')", 'strftime_now( "%d %b %Y" )'])
+def test_a_template_that_prints_the_date_gives_the_same_ids_tomorrow(make, call):
+    """Answers are known by their prompt's ids: a run that passes midnight must not lose them."""
+    tokenizer = make("{% set today = " + call + " %}{{ today + '\\n' }}" + CHATML)
+    assert tokenizer.decode(render_prompt(tokenizer, turns("What?"))).startswith("01 Jan 2026\n")
+
+
+def test_a_system_turn_that_the_template_refuses_stands_before_the_user_turn(make):
+    refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
+    assert first_turn(make(refusing), "the sea", "What?") == turns("the sea\n\nWhat?")
+    assert first_turn(make(CHATML), "the sea", "What?") == turns("What?", system="the sea")
+    assert first_turn(make(refusing), None, "What?") == turns("What?")
+
+
+def test_several_templates_and_no_default_are_refused(make):
+    with pytest.raises(UserError, match="chat template: "):
+        render_prompt(make({"one": CHATML, "other": CHATML}), turns("What?"))
