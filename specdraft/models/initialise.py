@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from specdraft.config import UserError
+from specdraft.config import UserError, require_positive
 from specdraft.data.vocab import VocabMap, require_same_map
 from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.eagle3_layer import Eagle3Config, rotary_tables
@@ -38,6 +38,9 @@ class DrafterConfig:
     norm_output: bool = False
     fc_norm: bool = False
     norm_before_fc: bool = False
+
+    def __post_init__(self) -> None:
+        require_positive({"drafter.intermediate_size": self.intermediate_size})
 
 
 def new_drafter(
@@ -123,12 +126,21 @@ def eagle3_config(target: TargetModel, config: DrafterConfig, head: HeadConfig) 
     """The target's widths, rotary scheme and positions; and the choices of `config`.
 
     Raises:
-        UserError: choices that clash; a rotary scheme whose numbers are for a part of a head.
+        UserError: choices that clash; a target without rotary positions, or with a scheme whose numbers are for a part of a head; no width
+            of an MLP, there or in `config`.
     """
     if config.fc_norm and config.norm_before_fc:
         raise UserError("drafter: fc_norm and norm_before_fc exclude each other; choose one")
     hf = target.hf_config
-    heads = hf.num_attention_heads
+    heads, width = hf.num_attention_heads, config.intermediate_size or getattr(hf, "intermediate_size", None)
+    if getattr(hf, "rope_parameters", None) is None:
+        raise UserError(
+            f"target {target.name}: has no rotary positions, which its drafter would take over; choose another target"
+        )
+    if width is None:
+        raise UserError(
+            f"drafter.intermediate_size: got none, and the target {target.name} does not name its own; give one"
+        )
     rope = dict(hf.rope_parameters)
     if "rope_type" not in rope:  # one scheme for each kind of layer (Gemma-3): the drafter's layer sees everything
         rope = dict(rope["full_attention"])
@@ -140,15 +152,15 @@ def eagle3_config(target: TargetModel, config: DrafterConfig, head: HeadConfig) 
         )
     return Eagle3Config(
         hidden_size=target.hidden_size,
-        intermediate_size=config.intermediate_size or hf.intermediate_size,
+        intermediate_size=width,
         num_attention_heads=heads,
-        num_key_value_heads=hf.num_key_value_heads,
+        num_key_value_heads=getattr(hf, "num_key_value_heads", None) or heads,
         head_dim=getattr(hf, "head_dim", None) or target.hidden_size // heads,
         vocab_size=target.vocab_size,
         max_position_embeddings=target.max_positions,
         rope_parameters=rope,
         tap_layers=target.tap_layers,
-        rms_norm_eps=hf.rms_norm_eps,
+        rms_norm_eps=next((getattr(hf, name) for name in NORM_EPS if hasattr(hf, name)), Eagle3Config.rms_norm_eps),
         norm_before_residual=config.norm_before_residual,
         norm_output=config.norm_output,
         fc_norm=config.fc_norm,
@@ -189,7 +201,8 @@ def _random_body(drafter: Eagle3Drafter) -> None:
 @torch.no_grad()
 def _copy_body(drafter: Eagle3Drafter, target: TargetModel) -> None:
     """fc passes the last tap on; attention reads it as the target's last layer does (the embedding half starts at small
-    random weights); MLP and norms are that layer's. A tensor of another shape keeps its random start."""
+    random weights); MLP and norms are that layer's. A tensor of another shape keeps its random start, and a norm that the target's layer
+    has not stays 1."""
     h = drafter.config.hidden_size
     source = target.model.get_decoder().layers[-1]
     weights = source.state_dict()
@@ -204,11 +217,19 @@ def _copy_body(drafter: Eagle3Drafter, target: TargetModel) -> None:
         elif weight.shape == (parameter.shape[0], h):  # q, k, v read [embedding, hidden]
             parameter[:, :h].mul_(0.2)
             parameter[:, h:] = weight
-    ones = torch.ones(h, dtype=target.dtype, device=target.device)
     before_mlp = (
         "pre_feedforward_layernorm" if hasattr(source, "pre_feedforward_layernorm") else "post_attention_layernorm"
     )
-    # the norm of a vector of ones is the norm's scale, whether a family stores w or w - 1
-    drafter.midlayer.hidden_norm.weight.copy_(source.input_layernorm(ones))
-    drafter.midlayer.post_attention_layernorm.weight.copy_(getattr(source, before_mlp)(ones))
-    drafter.norm.weight.copy_(target.norm(ones))
+    # of mean 0 and mean square 1: a norm makes its scale of it, also one that stores w - 1, centres or adds a bias
+    sign = torch.ones(h, dtype=target.dtype, device=target.device)
+    sign[1::2] = -1
+    for own, norm in (
+        (drafter.midlayer.hidden_norm, getattr(source, "input_layernorm", None)),
+        (drafter.midlayer.post_attention_layernorm, getattr(source, before_mlp, None)),
+        (drafter.norm, target.norm),
+    ):
+        if norm is not None:
+            own.weight.copy_((norm(sign) - norm(-sign)) * sign / 2)
+
+
+NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")  # in a target's config
