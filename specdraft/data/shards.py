@@ -157,7 +157,9 @@ class Shards:
                 )
         self._files: dict[str, Any] = {}
         self._places: dict[str, tuple[str, int, int] | None] = {}
+        self._key = hash_json(self.index["key"])
         for shard in self.index["shards"]:
+            _read_header(self.folder / shard["file"], self._key)  # it is there, whole: not found out hours later
             self._places |= dict.fromkeys(shard["bad"])
             start = 0
             for key, length in shard["rows"]:
@@ -199,7 +201,7 @@ class Shards:
     def _open(self, name: str) -> Any:
         if name not in self._files:
             path = self.folder / name
-            header = _read_header(path, hash_json(self.index["key"]))
+            header = _read_header(path, self._key)
             self._files[name] = file = safe_open(path, framework="pt")
             if self.verify and _checksum(file.get_tensor("taps"), file.get_tensor("last")) != header["checksum"]:
                 raise UserError(f"hidden states {path}: checksum does not match; remove the file and extract again")

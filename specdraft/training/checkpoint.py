@@ -36,13 +36,20 @@ def save_state(output: Path, accelerator: Accelerator, step: int, state: dict[st
     """Write everything that a later run needs to go on. Every process calls this.
 
     needed_bytes: what the state will take at most; checked before anything is written.
-    Raises UserError where the disk is full.
+    Raises UserError where the disk is full, or does not take it; nothing is left of it then.
     """
     folder = output / "state" / f"step-{step:08d}"
     if accelerator.is_main_process:
         require_disk(output, needed_bytes, "saving the training state")
     with _whole_folder(folder, accelerator) as temporary:
-        accelerator.save_state(str(temporary))
+        try:
+            accelerator.save_state(str(temporary))
+        except (OSError, RuntimeError, SafetensorError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"{folder}: cannot be saved ({reason}); free some space, or give another output folder"
+            ) from error
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             follow_umask(temporary)

@@ -107,6 +107,7 @@ class Trainer:
                 parameter.data
             )  # factors of states that were rounded otherwise may differ, and shards must be of one drafter
         objective = Objective(drafter, target, config.objective, count_tokens(self.train, target.vocab_size))
+        self.prefix = "" if objective.sampler is None else "sampled_"  # of what is logged of training steps
         self.model, *self.optimizers = accelerator.prepare(objective, *build_optimizers(body, head, optim))
         if isinstance(self.model, DistributedDataParallel):
             self.model.broadcast_buffers = False  # constants: rotary tables and vocabulary ids
@@ -162,12 +163,12 @@ class Trainer:
                 self._evaluate()
             stop_signal = self._agree(interrupt)
             if self._due(config.save_every) or stop_signal:
+                self._log(bar)  # which refuses weights that come of a broken loss, and leaves no step out of the logs
                 self._save()
             if stop_signal:
                 self.accelerator.print(f"stopped by signal {stop_signal} after step {self.step}; run again to go on")
                 raise SystemExit(128 + stop_signal)
-        if self.window_start[0] != self.step:
-            self._log(bar)
+        self._log(bar)
         bar.update(100 - bar.n)
         if self.evaluated_at != self.step:
             self._evaluate()
@@ -299,11 +300,13 @@ class Trainer:
             self.log_path.write_text("".join(kept if self.step else []))
 
     def _log(self, bar: tqdm) -> None:
-        """Report the steps since the last report; the one place where training waits for the device.
+        """Report the steps since the last report, if there are any; the one place where training waits for the device.
 
         Raises UserError where the loss is not finite."""
-        objective, report = self.window.reduce(self.accelerator)
         step, tokens, seconds = self.window_start
+        if step == self.step:
+            return
+        objective, report = self.window.reduce(self.accelerator)
         self.window_start = (self.step, self.tokens, self.clock.now_in_steps())
         self.window = Window(self.config.objective.steps, self.accelerator.device)
         loss = objective / (self.step - step)
@@ -314,9 +317,10 @@ class Trainer:
             )
         figures = {"loss": loss, "lr": self.optimizers[-1].param_groups[0]["lr"], "grad_norm": float(self.grad_norm)}
         pace = {"tokens_per_second": rate, "seconds": self.clock.elapsed()}
-        self._write_log({"step": self.step, "epoch": self.epochs, **figures, **report.as_dict(), **pace})
+        self._write_log({"step": self.step, "epoch": self.epochs, **figures, **report.as_dict(self.prefix), **pace})
         best = "" if self.best is None else f", held-out tau {self.best['tau']:.2f}"
-        bar.set_postfix_str(f"step {self.step}, {rate:,.0f} tok/s, loss {loss:.3f}, tau {report.tau:.2f}{best}")
+        tau = f"{self.prefix.replace('_', ' ')}tau {report.tau:.2f}"
+        bar.set_postfix_str(f"step {self.step}, {rate:,.0f} tok/s, loss {loss:.3f}, {tau}{best}")
 
     def _write_log(self, record: dict[str, Any]) -> None:
         if self.accelerator.is_main_process:

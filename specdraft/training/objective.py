@@ -44,6 +44,11 @@ class ObjectiveConfig:
             raise UserError(f"objective.steps: got {self.steps}, allowed: 1 or more")
         if self.sampled_vocab and self.sampled_vocab < 1024:
             raise UserError(f"objective.sampled_vocab: got {self.sampled_vocab}, allowed: 0 (all), or 1024 or more")
+        if self.sampled_vocab and self.loss.teacher_top_k:
+            raise UserError(
+                f"objective.loss.teacher_top_k: got {self.loss.teacher_top_k} with objective.sampled_vocab {self.sampled_vocab}, which "
+                "draws other columns than the largest; set objective.sampled_vocab to 0"
+            )
 
 
 class Objective(nn.Module):

@@ -97,7 +97,8 @@ class Clock:
 
     def __init__(self) -> None:
         self.before, self.started = 0.0, time.perf_counter()
-        self.in_steps, self.steps, self.step_started = 0.0, 0, 0.0
+        self.in_steps, self.steps = 0.0, 0
+        self.step_started: float | None = None  # of the running one
         self.first_guess = 0.0  # of a step's seconds, before any
         self.evaluation_seconds = 0.0  # of the last evaluation
 
@@ -108,11 +109,12 @@ class Clock:
     def stepping(self) -> Iterator[None]:
         self.step_started = time.perf_counter()
         yield
-        self.in_steps, self.steps = self.now_in_steps(), self.steps + 1
+        self.in_steps, self.steps, self.step_started = self.now_in_steps(), self.steps + 1, None
 
     def now_in_steps(self) -> float:
         """Seconds in training steps so far, the running one included."""
-        return self.in_steps + time.perf_counter() - self.step_started
+        running = 0.0 if self.step_started is None else time.perf_counter() - self.step_started
+        return self.in_steps + running
 
     def step_seconds(self) -> float:
         return self.in_steps / self.steps if self.steps else self.first_guess

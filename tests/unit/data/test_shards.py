@@ -186,10 +186,10 @@ def test_corrupt_or_missing_files_are_refused(tmp_path, target, examples):
         Shards(tmp_path, target).batch(examples)
     path.write_bytes(whole[:-3])
     with pytest.raises(UserError, match="corrupt"):
-        Shards(tmp_path, target).batch(examples)
+        Shards(tmp_path, target)
     path.unlink()
     with pytest.raises(UserError, match="missing"):
-        Shards(tmp_path, target).batch(examples)
+        Shards(tmp_path, target)  # at once, not where training comes to it
 
 
 @pytest.mark.parametrize(

@@ -91,11 +91,12 @@ def finished(tmp_path_factory) -> Path:
     return output
 
 
-@pytest.mark.parametrize(("optimizer", "cache_bytes"), [("adamw", 0), ("muon", 1 << 20)])
-def test_crash_and_resume_is_exact(accelerator, tmp_path, optimizer, cache_bytes):
+@pytest.mark.parametrize(("optimizer", "cache_bytes", "sampled"), [("adamw", 0, 0), ("muon", 1 << 20, 160)])
+def test_crash_and_resume_is_exact(accelerator, tmp_path, optimizer, cache_bytes, sampled):
     """Fault 26: weights, optimiser state, random numbers, place in the data, schedule, best so far and log are, bit for bit,
-    those of a run that was not interrupted; across an epoch's end, with accumulation."""
+    those of a run that was not interrupted; across an epoch's end, with accumulation, and with a sample of the columns in every step."""
     train = replace(small_run(), accumulation=2, epochs=None, optim=OptimConfig(name=optimizer, warmup=0.3))
+    train.objective.sampled_vocab = sampled  # fewer than a configuration may ask for
     names = ["best.safetensors", f"{FINAL}/model.safetensors", f"{FINAL}/optimizer.bin"]
     names += [f"{FINAL}/optimizer_1.bin"] if optimizer == "muon" else []
     _, whole = run(accelerator, tmp_path / "whole", train, cache_bytes, add_noise)
@@ -112,6 +113,7 @@ def test_crash_and_resume_is_exact(accelerator, tmp_path, optimizer, cache_bytes
     _, parts = run(accelerator, tmp_path / "parts", train, cache_bytes, add_noise)
     assert_same_files(tmp_path / "whole", tmp_path / "parts", names)
     assert logged(tmp_path / "whole") == logged(tmp_path / "parts")
+    assert ("sampled_tau" if sampled else "tau") in logged(tmp_path / "whole")[1], "what is of a sample says so"
     assert replace(parts, seconds=0) == replace(whole, seconds=0)
 
 
@@ -346,6 +348,40 @@ def test_not_finite_loss_stops(accelerator, tmp_path):
 
     with pytest.raises(UserError, match="the loss is nan at step 1"):
         run(accelerator, tmp_path, replace(small_run(), eval_every=0), change=poison)
+
+
+def test_weights_of_a_broken_loss_are_not_saved(accelerator, tmp_path):
+    """Between two logs too: the state before them stays the newest, and is worth going on from."""
+
+    def poison(trainer):
+        at_step(5, lambda: torch.nn.init.constant_(trainer.drafter.fc.weight, math.nan))(trainer)
+
+    train = replace(small_run(), eval_every=0, log_every=100)
+    with pytest.raises(UserError, match="the loss is nan at step 6"):
+        run(accelerator, tmp_path, train, change=poison)
+    assert checkpoint.newest_state(tmp_path)[0].name == "step-00000003"
+    _, result = run(accelerator, tmp_path, train)
+    assert result.steps == 10
+    steps = [record["step"] for record in logged(tmp_path) if "loss" in record]
+    assert steps == [3, 6, 9, 10], "no step is in no record"
+
+
+def test_a_state_that_cannot_be_written_is_one_line(accelerator, tmp_path):
+    """torch says RuntimeError where a disk is full, and safetensors has an error of its own."""
+
+    def full(trainer):
+        def save_state(folder):
+            (Path(folder) / "half").write_text("x")
+            raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+
+        trainer.accelerator.save_state, before = save_state, trainer.accelerator.save_state
+        restore.append(before)
+
+    restore = []
+    with pytest.raises(UserError, match=r"step-00000003: cannot be saved .*free some space"):
+        run(accelerator, tmp_path, change=full)
+    accelerator.save_state = restore[0]
+    assert list((tmp_path / "state").iterdir()) == []
 
 
 def test_examples_without_finite_states_are_left_out(accelerator, tmp_path):
