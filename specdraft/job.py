@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -32,12 +33,13 @@ from specdraft.decoding.answers import (
     answers_to,
     estimate_answers,
     minutes_spent,
+    prompts_hash,
     read_parts,
 )
 from specdraft.losses import LOSSES, LossConfig
 from specdraft.models.eagle3 import Eagle3Drafter
 from specdraft.models.target import TargetModel
-from specdraft.provenance import hash_json, require_disk
+from specdraft.provenance import hash_json, read_json, require_disk, write_json
 from specdraft.training.loop import Trainer
 from specdraft.training.objective import ObjectiveConfig, Rows, supervised_counts
 from specdraft.training.optim import OptimConfig
@@ -46,6 +48,7 @@ from specdraft.training.processes import make_accelerator
 
 FITTED_TOKENS = 16384  # at most, and
 FITTED_EXAMPLES = 256  # about as many, for what is fitted before training
+CHOSEN = "answers.json"  # in a run's folder: which answers it is trained on
 
 
 def a_few_minutes() -> AnswerConfig:
@@ -66,17 +69,18 @@ def half_an_hour() -> TrainConfig:
 @dataclass
 class JobConfig:
     """What every job has that trains on a target's own answers.   name: of the run; everything goes to output/name.   target:
-    `default` (SmolLM2-135M-Instruct), a folder, a GGUF file or a Hub id.   prompts: `builtin`, or a JSONL file.   max_prompts: the
-    first n of them; None = all.   answers_each: answers to a training prompt, each sampled from a stream of its own.   minutes: of
-    answers and training together: training has what the answers leave; None = no such limit.   max_length: tokens of a training
-    sequence.   states: None = run the target; a folder that data_prep/extract_hidden_states.py wrote = train on its answers to
-    `prompts` and on its hidden states, answer nothing.   cache_gb: memory, and disk, for the target's hidden states: what fits is
-    made once, with the answers.   threads: of a process on a CPU; None = all physical cores, divided by the processes of this
-    machine."""
+    `default` (SmolLM2-135M-Instruct), a folder, a GGUF file or a Hub id.   revision: of a Hub id; None = its newest, which may change while
+    the job runs.   prompts: `builtin`, or a JSONL file.   max_prompts: the first n of them; None = all.   answers_each: answers to a
+    training prompt, each sampled from a stream of its own.   minutes: of answers and training together: training has what the answers
+    leave; None = no such limit.   max_length: tokens of a training sequence.   states: None = run the target; a folder that
+    data_prep/extract_hidden_states.py wrote = train on its answers to `prompts` and on its hidden states, answer nothing.   cache_gb:
+    memory, and disk, for the target's hidden states: what fits is made once, with the answers.   threads: of a process on a CPU;
+    None = all physical cores, divided by the processes of this machine."""
 
     name: str = "slimspec"
     output: Path = Path("runs")
     target: str = "default"
+    revision: str | None = None
     prompts: str = "builtin"
     max_prompts: int | None = None
     answers_each: int = 2
@@ -111,13 +115,14 @@ class JobConfig:
 
 @dataclass
 class Job:
-    """What a job works with.   states: of the target for both sets of examples.   rows: all answers, by prompt id.
-    minutes: that they took, in all runs; answering: seconds of it in this one."""
+    """What a job works with.   states: of the target for both sets of examples.   rows: all answers, by prompt id.   asked: hash of the
+    prompts and of how they are answered.   minutes: that answers took, in all runs; answering: seconds of it in this one."""
 
     accelerator: Accelerator
     target: TargetModel
     states: HiddenStates
     rows: dict[str, AnswerRow]
+    asked: str
     held_out_rows: list[AnswerRow]
     train: list[Example]
     held_out: list[Example]
@@ -132,9 +137,9 @@ def start(config: JobConfig, tap_layers: tuple[int, ...] | None = None) -> tuple
     if accelerator.device.type == "cpu":
         torch.set_num_threads(config.threads or default_threads())
     set_seed(train.seed)
+    options = {"device": str(accelerator.device), "tap_layers": tap_layers, "revision": config.revision}
     dtype = torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32
-    device = str(accelerator.device)
-    return accelerator, TargetModel.load(config.target, dtype=dtype, device=device, tap_layers=tap_layers)
+    return accelerator, TargetModel.load(config.target, dtype=dtype, **options)
 
 
 def default_threads() -> int:
@@ -149,14 +154,17 @@ def prepare(accelerator: Accelerator, target: TargetModel, config: JobConfig, ne
     """Answers to the prompts of `config` as examples, and where their hidden states come from. needed, count: held-out prompts at least,
     and at most."""
     train_prompts, held_out_prompts = choose_prompts(config, needed, count)
+    prompts = held_out_prompts + train_prompts
+    asked = hash_json([answers_folder(target, config).name, prompts_hash(prompts)])
     states: HiddenStates
     minutes = answering = 0.0
     if config.states is None:
         states = Online(target, cache_bytes=int(config.cache_gb * 1e9))
+        chosen = read_chosen(config, asked)
         answering = time.perf_counter()
-        rows = answer(accelerator, target, states, held_out_prompts + train_prompts, config)
+        rows = answer(accelerator, target, states, prompts, config, chosen and chosen["ids"])
         answering = time.perf_counter() - answering
-        minutes = minutes_spent(answers_folder(target, config))
+        minutes = chosen["minutes"] if chosen else minutes_spent(answers_folder(target, config), prompts)
     else:
         states = Shards(config.states, target)
         rows = stored_answers(target, config, train_prompts, held_out_prompts)
@@ -168,7 +176,7 @@ def prepare(accelerator: Accelerator, target: TargetModel, config: JobConfig, ne
     check_masks(train, target.tokenizer)
     if isinstance(states, Shards):
         states.require([*train, *held_out])
-    return Job(accelerator, target, states, rows, held_out_rows, train, held_out, minutes, answering)
+    return Job(accelerator, target, states, rows, asked, held_out_rows, train, held_out, minutes, answering)
 
 
 def choose_prompts(config: JobConfig, needed: int, count: int) -> tuple[list[Prompt], list[Prompt]]:
@@ -188,11 +196,32 @@ def choose_prompts(config: JobConfig, needed: int, count: int) -> tuple[list[Pro
     return [prompt for same in each for prompt in same], held_out[:count]
 
 
+def read_chosen(config: JobConfig, asked: str) -> dict[str, Any] | None:
+    """Which answers training was begun with, by an earlier run of the command: `ids` of their prompts, and the `minutes` that they took.
+    Other runs may have added more since. None where it was not begun. Raises UserError where it was begun on others."""
+    path = config.output / config.name / CHOSEN
+    if not path.exists():
+        return None
+    found = read_json(path, "answers", "remove it, and all answers are used", ("asked", "ids", "minutes"))
+    if found["asked"] != asked:
+        raise UserError(
+            f"name: got {config.name}, whose training was begun with other prompts, or other settings of the answers; give the same ones, "
+            f"another --name, or remove {path.parent}"
+        )
+    return found
+
+
 def answer(
-    accelerator: Accelerator, target: TargetModel, states: Online, prompts: Sequence[Prompt], config: JobConfig
+    accelerator: Accelerator,
+    target: TargetModel,
+    states: Online,
+    prompts: Sequence[Prompt],
+    config: JobConfig,
+    chosen: Sequence[str] | None = None,
 ) -> dict[str, AnswerRow]:
     """The target's answers by prompt id, and its states on the way; first prompts first, as many as the time allows. Every process
-    answers its share; what any earlier run answered is reused, and so are the states that this process kept."""
+    answers its share; what any earlier run answered is reused, and so are the states that this process kept. chosen: ids of the prompts
+    whose answers are known and wanted, and no others."""
     folder = answers_folder(target, config)
     taps = "-".join(map(str, target.tap_layers))
     kept = folder / f"states-{taps}-{accelerator.process_index:05}"
@@ -201,13 +230,20 @@ def answer(
     accelerator.wait_for_everyone()  # what each process answers follows from what all of them have read
     missing = [prompt for prompt in prompts if prompt.id not in known]
     accelerator.print(f"answers: {len(prompts)} prompts, {len(known)} answered already ({folder})")
-    states.load(kept)
+    if chosen is not None:
+        if lost := set(chosen) - known.keys():
+            raise UserError(
+                f"answers {folder}: {len(lost)} are gone that training was begun with; bring them back, or give another --name"
+            )
+        known, missing = {id_: known[id_] for id_ in chosen}, []
+        accelerator.print(f"answers: the {len(known)} that training was begun with")
+    states.load(kept, (row.example() for row in known.values()))
     if missing:
         kept_bytes = states_room(target, states, missing, config)
         require_disk(
             folder, 20 * len(missing) * config.answers.max_new_tokens + kept_bytes, "answers and hidden states"
         )
-        accelerator.print(estimate_answers(target, missing, config.answers, part))
+        accelerator.print(estimate_answers(target, missing, config.answers, part, prompts))
         if kept_bytes:
             accelerator.print(
                 f"hidden states: up to {kept_bytes / 1e9:.1f} GB more of memory, and of disk, are kept for training"
@@ -216,7 +252,7 @@ def answer(
     if mine:
         keep, held = states.remember if states.cache_bytes else None, states.used_bytes
         try:
-            answer_prompts(target, mine, part, config.answers, keep)
+            answer_prompts(target, mine, part, config.answers, keep, prompts)
         finally:  # also when interrupted: the answers so far are on disk, and their states belong to them
             if states.used_bytes > held:
                 states.save(kept)
@@ -256,10 +292,15 @@ def in_order(rows: dict[str, AnswerRow], prompts: Sequence[Prompt]) -> list[Answ
 
 
 def make_trainer(job: Job, drafter: Eagle3Drafter, config: JobConfig, identity: dict[str, str]) -> Trainer:
-    """A Trainer of the drafter's parameters that require a gradient; prints what training will take. identity: see Trainer."""
+    """A Trainer of the drafter's parameters that require a gradient; prints what training will take. identity: see Trainer. From now on
+    the run's answers are settled."""
     folder, accelerator, target = config.output / config.name / "training", job.accelerator, job.target
     train = training_limits(config, job.minutes)
     trainer = Trainer(accelerator, drafter, target, job.states, job.train, job.held_out, train, folder, identity)
+    if accelerator.is_main_process and config.states is None:
+        write_json(folder.with_name(CHOSEN), {"asked": job.asked, "minutes": job.minutes, "ids": list(job.rows)})
+    held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    require_disk(folder, max(0, (train.keep + 2) * trainer.state_bytes - held), "training states")
     cache_gb = config.cache_gb if config.states is None else None
     accelerator.print(summary.training_estimate(target, drafter, job.train, train, cache_gb))
     return trainer

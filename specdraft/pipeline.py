@@ -132,9 +132,8 @@ def check_drafter(config: RunConfig, target: TargetModel) -> None:
             )
         require_tokens(vocab, target.eos_token_ids, f"head.vocab {config.head.vocab}")
     elif config.head.kind == "trimmed":
-        counted_map(
-            target, torch.zeros(target.vocab_size, dtype=torch.int64), config.head
-        )  # whether it can be made at all
+        # whether it can be made at all
+        counted_map(target, torch.zeros(target.vocab_size, dtype=torch.int64), config.head.vocab_size or TRIMMED_SIZE)
     eagle3_config(target, config.drafter, config.head)
     if config.warm_start is not None:
         load_drafter(config.warm_start, target, torch.float32)
@@ -164,23 +163,24 @@ def choose_vocabulary(target: TargetModel, train: list[Example], head: HeadConfi
         return None
     if head.vocab is not None:
         return VocabMap.load(Path(head.vocab))
-    return counted_map(target, count_tokens(train, target.vocab_size), head)
+    return counted_map(target, count_tokens(train, target.vocab_size), head.vocab_size or TRIMMED_SIZE)
 
 
-def counted_map(target: TargetModel, counts: torch.Tensor, head: HeadConfig) -> VocabMap:
-    """The most frequent tokens, by counts [V], and the required ones. Raises UserError for a size that they do not fit."""
+def counted_map(target: TargetModel, counts: torch.Tensor, size: int) -> VocabMap:
+    """The required tokens and the most frequent others, by counts [V], `size` in all. Raises UserError where not all required ones fit."""
     always = required_ids(target.tokenizer, target.eos_token_ids, target.vocab_size)
-    return VocabMap.from_counts(counts, head.vocab_size or TRIMMED_SIZE, always)
+    return VocabMap.from_counts(counts, size, always)
 
 
 def frequent_tokens(
     target: TargetModel, train: list[Example], drafter: Eagle3Drafter, size: int | None
 ) -> VocabMap | None:
-    """The required tokens and the most frequent others of the training answers, `size` in all; None where the head has no more rows."""
+    """`size` tokens that stand most often in the training answers, or all required ones where these are more; None where the head has no
+    more rows."""
     if size is None or drafter.lm_head.vocab_map is not None or size >= target.vocab_size:
         return None
-    always = required_ids(target.tokenizer, target.eos_token_ids, target.vocab_size)
-    return VocabMap.from_counts(count_tokens(train, target.vocab_size), max(size, len(always)), always)
+    required = len(required_ids(target.tokenizer, target.eos_token_ids, target.vocab_size))
+    return counted_map(target, count_tokens(train, target.vocab_size), max(size, required))
 
 
 def save(config: RunConfig, drafter: Eagle3Drafter, target: TargetModel, card: str) -> None:
@@ -196,12 +196,13 @@ def measure(config: RunConfig, target: TargetModel, prompts: list[list[int]]) ->
     place = config.output / config.name / "drafter"
     if target.device.type != "cpu":
         return measure_drafter(target, place, prompts, config.measure)
-    loading = (config.target, target.dtype, target.tap_layers, torch.get_num_threads())
+    loading = (config.target, config.revision, target.dtype, target.tap_layers, torch.get_num_threads())
     return in_own_process(load_and_measure, *loading, place, prompts, config.measure)
 
 
 def load_and_measure(
     name: str,
+    revision: str | None,
     dtype: torch.dtype,
     tap_layers: tuple[int, ...],
     threads: int,
@@ -210,7 +211,7 @@ def load_and_measure(
     config: MeasureConfig,
 ) -> Measured:
     torch.set_num_threads(threads)
-    target = TargetModel.load(name, dtype=dtype, device="cpu", tap_layers=tap_layers)
+    target = TargetModel.load(name, dtype=dtype, device="cpu", tap_layers=tap_layers, revision=revision)
     return measure_drafter(target, place, prompts, config)
 
 
@@ -240,9 +241,13 @@ def measure_drafter(target: TargetModel, place: Path, prompts: list[list[int]], 
 def measuring_estimate(
     target: TargetModel, drafter: Eagle3Drafter, prompts: Sequence[Sequence[int]], config: MeasureConfig
 ) -> str:
-    """One line: how many tokens are decoded at most, and how long the target alone would take over them."""
+    """One line: how many tokens are decoded at most, how long the target alone would take over them, and the memory of weights, those
+    packed for decoding, and libraries. Nothing is written."""
     trace = autoregressive_generate(target, prompts[0], max_new_tokens=32).trace
     sides = 0 if config.draft_length is not None else 1 + len(drafts(drafter, target.device))
     trials = sides * min(config.trial_prompts, len(prompts)) * config.trial_tokens
     tokens = trials + 2 * min(config.prompts, len(prompts)) * config.max_new_tokens
-    return f"measuring: at most {tokens:,} tokens, about {tokens * trace.seconds / trace.tokens / 60:.1f} minutes"
+    minutes = tokens * trace.seconds / trace.tokens / 60
+    weights = sum(weight.nbytes for model in (target.model, drafter) for weight in model.parameters())
+    memory = 2 * weights / 1e9 + 1
+    return f"measuring: at most {tokens:,} tokens, about {minutes:.1f} minutes, {memory:.1f} GB of memory, no disk"

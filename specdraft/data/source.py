@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -180,12 +180,14 @@ class Online:
             self._stored.update(part)
             number += 1
 
-    def load(self, folder: Path) -> None:
-        """Take up what `save` wrote for this target. Raises UserError for a file that cannot be read."""
+    def load(self, folder: Path, examples: Iterable[Example]) -> None:
+        """Take up what `save` wrote of these examples, for this target. Raises UserError for a file that cannot be read."""
+        wanted = {example_key(example) for example in examples}
         for path in sorted(folder.glob("*.safetensors")):
             for key, states in _load_states(path):
                 self._stored.add(key)
-                self._remember(key, states)
+                if key in wanted:
+                    self._remember(key, states)
 
     def _remember(self, key: str, states: States) -> None:
         if key not in self._cache and self.used_bytes + states.nbytes <= self.cache_bytes:

@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specdraft.config import UserError
-from specdraft.data.chat import AnswerRow, Example, follow_up, read_answers, render_prompt, tokenizer_hash
+from specdraft.data.chat import AnswerRow, Example, first_turn, follow_up, read_answers, render_prompt, tokenizer_hash
 from specdraft.data.source import States
 from specdraft.data.tasks import Prompt
 from specdraft.decoding.sampling import Sampling, draw, greedy
@@ -42,7 +42,7 @@ class AnswerConfig:
     """max_new_tokens: tokens an answer may have.  batch_size: rows decoded together.  temperature, top_k, top_p: as in
     `Sampling`; 0 = greedy.  greedy_after: so many tokens of an answer are sampled, the rest is greedy: other text than the
     greedy answer, of the same kind; None = all are sampled.  seed: of the sampling; every prompt draws from its own stream,
-    whatever the batch.  max_minutes: of answering, earlier runs into the same file included: prompts that do not fit are left
+    whatever the batch.  max_minutes: of answering, earlier runs on the same prompts included: those that do not fit are left
     out; None = all."""
 
     max_new_tokens: int = 192
@@ -85,12 +85,18 @@ class Conversation:
 
 
 def answer_prompts(
-    target: TargetModel, prompts: Sequence[Prompt], path: Path, config: AnswerConfig, keep: Keep | None = None
+    target: TargetModel,
+    prompts: Sequence[Prompt],
+    path: Path,
+    config: AnswerConfig,
+    keep: Keep | None = None,
+    of: Sequence[Prompt] | None = None,
 ) -> list[AnswerRow]:
     """Write the target's answers to `prompts` into `path` (JSON lines), and return them in the order of the prompts.
 
     Rows that `path` holds already, from an earlier run with the same target and configuration, are kept. `keep` is given the
     target's states of every new row, which it has made on the way: training then need not run the target again.
+    of: all prompts that max_minutes is for, where `prompts` are a part of them.
 
     Raises:
         UserError: no prompts; a prompt that leaves no room for an answer; a file made with another target or configuration, or
@@ -99,17 +105,22 @@ def answer_prompts(
     if not prompts:
         raise UserError("prompts: got none, at least one is needed; see data_prep/make_prompts.py")
     with sole_writer(path):
-        return _answer_missing(target, prompts, path, config, keep)
+        return _answer_missing(target, prompts, path, config, keep, _Budget(path, of or prompts, config.max_minutes))
 
 
 def _answer_missing(
-    target: TargetModel, prompts: Sequence[Prompt], path: Path, config: AnswerConfig, keep: Keep | None
+    target: TargetModel,
+    prompts: Sequence[Prompt],
+    path: Path,
+    config: AnswerConfig,
+    keep: Keep | None,
+    budget: _Budget,
 ) -> list[AnswerRow]:
     rows = _resume(target, prompts, path, config)
     waiting = _arranged([_start(target, prompt, config) for prompt in prompts if prompt.id not in rows], config)
     begun: list[Conversation] = []  # those whose next turn waits, shortest first
     batch = _Batch(target, config, min(config.batch_size, len(waiting)), keep is not None)
-    budget, tokens = _Budget(path, config.max_minutes), 0
+    tokens = 0
     with (
         budget,
         open(path, "a", encoding="utf-8") as file,
@@ -161,13 +172,14 @@ def _take(waiting: list[Conversation], count: int) -> list[Conversation]:
 
 
 class _Budget:
-    """Minutes of answering, over all runs that wrote into `path`: a new prompt is begun while its answer can still be finished.
+    """Minutes of answering these prompts, over all runs that wrote into `path`: a new prompt is begun while its answer can still be
+    finished. Other prompts whose answers are in the same file have minutes of their own.
 
     step: seconds of a step of the batch, a running mean; 0 = none was made yet.   is_used_up: a prompt was left for want of time. Then all
     of it counts as spent: another run answers nothing more, and what is trained on the answers keeps its own minutes."""
 
-    def __init__(self, path: Path, minutes: float | None):
-        self.path, self.minutes = path.with_suffix(".budget.json"), minutes
+    def __init__(self, path: Path, prompts: Sequence[Prompt], minutes: float | None):
+        self.path, self.minutes = path.with_suffix(f".{prompts_hash(prompts)}.budget.json"), minutes
         self.spent, self.step, self.is_used_up = 0.0, 0.0, False
         with contextlib.suppress(FileNotFoundError, ValueError, TypeError):  # none yet, or not what was written here
             self.spent, self.step = map(float, json.loads(self.path.read_text()))
@@ -359,8 +371,7 @@ def _start(target: TargetModel, prompt: Prompt, config: AnswerConfig) -> Convers
 
 
 def _prompt_ids(target: TargetModel, prompt: Prompt) -> list[int]:
-    messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
-    return render_prompt(target.tokenizer, [*messages, {"role": "user", "content": prompt.turns[0]}])
+    return render_prompt(target.tokenizer, first_turn(target.tokenizer, prompt.system, prompt.turns[0]))
 
 
 def _next_turn(target: TargetModel, conversation: Conversation, config: AnswerConfig) -> bool:
@@ -382,9 +393,13 @@ def read_parts(target: TargetModel, folder: Path, prompts: Sequence[Prompt]) -> 
     return answers_to(target, rows, prompts)
 
 
-def minutes_spent(folder: Path) -> float:
-    """On the answers in `folder`, by the process that took longest."""
-    return max((_Budget(path, None).spent for path in folder.glob("part-*.jsonl")), default=0.0)
+def prompts_hash(prompts: Sequence[Prompt]) -> str:
+    return hash_json([[prompt.id, prompt.system, *prompt.turns] for prompt in prompts])
+
+
+def minutes_spent(folder: Path, prompts: Sequence[Prompt]) -> float:
+    """On answers to these prompts in `folder`, by the process that took longest."""
+    return max((_Budget(path, prompts, None).spent for path in folder.glob("part-*.jsonl")), default=0.0)
 
 
 def answers_to(target: TargetModel, rows: Iterable[AnswerRow], prompts: Sequence[Prompt]) -> dict[str, AnswerRow]:
@@ -393,10 +408,16 @@ def answers_to(target: TargetModel, rows: Iterable[AnswerRow], prompts: Sequence
     return {row.id: row for row in rows if row.id in wanted and _answers(target, row, wanted[row.id])}
 
 
-def estimate_answers(target: TargetModel, prompts: Sequence[Prompt], config: AnswerConfig, path: Path) -> str:
+def estimate_answers(
+    target: TargetModel,
+    prompts: Sequence[Prompt],
+    config: AnswerConfig,
+    path: Path,
+    of: Sequence[Prompt] | None = None,
+) -> str:
     """One line: tokens, memory, disk, and the time that follows from a few timed steps at full batch size; or that the time for
-    answers into `path` is spent already."""
-    budget = _Budget(path, config.max_minutes)
+    answers into `path` is spent already. of: see `answer_prompts`."""
+    budget = _Budget(path, of or prompts, config.max_minutes)
     if not budget.allows(config.max_new_tokens):
         return (
             f"answers: {budget.spent:.1f} of {config.max_minutes:g} minutes are spent, and no more fits: {len(prompts)} prompts are left "

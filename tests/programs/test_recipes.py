@@ -56,6 +56,9 @@ def test_slimspec_from_prompts_to_summary(workdir):
     """Everything that make train leaves behind; and the second time the answers are there already."""
     done = run("recipes/train_slimspec.py", *TINY, "--name=one", cwd=workdir)
     assert done.returncode == 0, done.stderr
+    for step in ("answers: at most", "training: ", "measuring: at most"):  # what each will take, before it starts
+        lines = [line for line in done.stdout.splitlines() if line.startswith(step)]
+        assert any(all(what in line for what in ("minutes", "GB of memory", "disk")) for line in lines), step
     folder = workdir / "runs" / "one"
     found = json.loads((folder / "summary.json").read_text())
     for key in ("tau", "speedup", "tokens_per_second", "target_tokens_per_second", "minutes", "draft_ms", "verify_ms"):
@@ -77,6 +80,27 @@ def test_slimspec_from_prompts_to_summary(workdir):
     assert "120 answered already" in again.stdout
     first, second = (workdir / "runs" / name / "drafter" / "model.safetensors" for name in ("one", "two"))
     assert first.read_bytes() == second.read_bytes(), "the same run twice is the same drafter"
+
+
+def test_a_run_keeps_the_answers_that_it_was_begun_with(workdir):
+    """Another run of the same prompts adds to them; the first goes on with its own. Other prompts under its name are refused before they
+    are answered."""
+    flags = [*TINY, "--output=kept", "--name=first"]
+    done = run("recipes/train_slimspec.py", *flags, "--train.max-steps=2", cwd=workdir)
+    assert done.returncode == 0, done.stderr
+    (part,) = (workdir / "kept" / "answers").glob("*/part-00000.jsonl")
+    lines = part.read_text().splitlines(keepends=True)
+    chosen = workdir / "kept" / "first" / "answers.json"
+    found = json.loads(chosen.read_text())
+    assert sorted(found["ids"]) == sorted(json.loads(line)["id"] for line in lines)
+    assert found["minutes"] > 0
+    fewer = [id_ for id_ in found["ids"] if id_ != json.loads(lines[-1])["id"]]  # as if the last were of another run
+    chosen.write_text(json.dumps({**found, "ids": fewer}))
+    again = run("recipes/train_slimspec.py", *flags, "--train.max-steps=2", cwd=workdir)
+    assert f"answers: the {len(fewer)} that training was begun with" in again.stdout
+    other = run("recipes/train_slimspec.py", *flags, "--max-prompts=60", cwd=workdir)
+    assert other.returncode == 2
+    assert_one_line(other.stderr, "name: got first, whose training was begun with other prompts")
 
 
 @pytest.mark.slow

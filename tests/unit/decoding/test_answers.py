@@ -203,7 +203,7 @@ def test_files_edited_by_hand(target, tmp_path):
     first = answer_prompts(target, PROMPTS[:1], path, CONFIG)
     row = json.loads(path.read_text()) | {"spans": [], "finished": []}
     path.write_text(json.dumps(row) + "\n")
-    path.with_suffix(".budget.json").write_text("")
+    answers._Budget(path, PROMPTS[:1], None).path.write_text("")
     assert answer_prompts(target, PROMPTS[:1], path, CONFIG) == first
     path.with_suffix(".key.json").write_text("{")
     with pytest.raises(UserError, match="was made with target = None"):
@@ -219,7 +219,8 @@ def test_the_estimate_names_tokens_time_memory_and_disk(target, tmp_path):
 
 def test_no_estimate_of_what_the_time_does_not_allow(target, tmp_path):
     """Of two minutes 1.5 are spent, and 16 steps of 2 seconds do not fit into the rest; of 1.8 they do."""
-    config, path = replace(CONFIG, max_new_tokens=16, max_minutes=2), tmp_path / "a.budget.json"
+    config = replace(CONFIG, max_new_tokens=16, max_minutes=2)
+    path = answers._Budget(tmp_path / "a.jsonl", PROMPTS, None).path
     path.write_text("[1.5, 2.0]")
     line = estimate_answers(target, PROMPTS, config, tmp_path / "a.jsonl")
     assert line.startswith(
@@ -268,8 +269,13 @@ def test_kept_states_survive_on_disk(target, tmp_path, monkeypatch):
     assert all(path.stat().st_mtime_ns == before[path] for path in before)
     assert len(list(folder.iterdir())) == len(before) + 1
 
+    part = Online(target, cache_bytes=10**8)
+    part.load(folder, examples[:1])  # of a run that was answered with others
+    assert 0 < part.used_bytes < states.used_bytes
+    part.save(folder)
+    assert len(list(folder.iterdir())) == len(before) + 1
     loaded = Online(target, cache_bytes=10**8)
-    loaded.load(folder)
+    loaded.load(folder, examples)
     assert loaded.used_bytes == states.used_bytes > 0
     loaded.save(folder)
     assert len(list(folder.iterdir())) == len(before) + 1
@@ -279,7 +285,7 @@ def test_kept_states_survive_on_disk(target, tmp_path, monkeypatch):
         assert torch.equal(getattr(loaded.batch(examples), name), getattr(wanted, name))
     (folder / "00000.safetensors").write_bytes(b"broken")
     with pytest.raises(UserError, match="cannot be read"):
-        Online(target, cache_bytes=1).load(folder)
+        Online(target, cache_bytes=1).load(folder, examples)
 
 
 @pytest.fixture
@@ -312,16 +318,29 @@ def test_a_budget_of_minutes(target, tmp_path, minutes, turns):
     for _ in range(2):
         assert answered(10) == [prompt.id for prompt in prompts[:fit]]
         assert (
-            answers.minutes_spent(tmp_path) == 10
+            answers.minutes_spent(tmp_path, prompts) == 10
         )  # all of it, and no more by asking again: training has the same rest
     assert answered(None) == [prompt.id for prompt in prompts]
+
+
+def test_other_prompts_have_minutes_of_their_own(target, tmp_path, minutes):
+    """In the same file, of the same target and settings; a part of them in several runs or processes shares theirs."""
+    config = AnswerConfig(max_new_tokens=4, batch_size=2, max_minutes=10)
+    first, second = ([Prompt(f"{name}{i}", "chat", (f"{name} {i}?",)) for i in range(9)] for name in "ab")
+    path = tmp_path / "part-00000.jsonl"
+    assert len(answer_prompts(target, first, path, config)) == 6
+    assert len(answer_prompts(target, second, path, config)) == 6
+    assert answers.minutes_spent(tmp_path, first) == answers.minutes_spent(tmp_path, second) == 10
+    assert answer_prompts(target, first[6:], path, config, of=first) == []
+    assert "are spent" in estimate_answers(target, first[6:], config, path, of=first)
 
 
 def test_a_run_that_is_killed_has_spent_its_time(target, tmp_path, minutes):
     """It is on disk with every answer, not only at the end: two answers take three minutes."""
     path, spent = tmp_path / "a.jsonl", []
     config = AnswerConfig(max_new_tokens=4, batch_size=2, max_minutes=100)
-    answer_prompts(target, PROMPTS[:4], path, config, lambda *_: spent.append(answers._Budget(path, 100).spent))
+    four = PROMPTS[:4]
+    answer_prompts(target, four, path, config, lambda *_: spent.append(answers._Budget(path, four, 100).spent))
     assert spent == [3, 3, 6, 6]
 
 
@@ -334,7 +353,7 @@ def test_an_interrupted_run_has_spent_its_time(target, tmp_path, minutes, monkey
     monkeypatch.setattr(answers._Batch, "_states", stop)
     with pytest.raises(KeyboardInterrupt):
         answer_prompts(target, PROMPTS, path, config)
-    assert answers._Budget(path, 100).spent == 3
+    assert answers._Budget(path, PROMPTS, 100).spent == 3
 
 
 @pytest.mark.parametrize("lengths", [[5], [60, 61, 62, 300], list(range(20, 420, 4)), [100] * 40, [1, 1, 1, 900]])
