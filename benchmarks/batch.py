@@ -18,10 +18,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from specdraft.config import UserError, run_program
+from specdraft.config import UserError, require_positive, require_some, run_program
 from specdraft.data.chat import render_prompt
 from specdraft.data.tasks import builtin_prompts, split_held_out
 from specdraft.decoding.generate import GenerateOutput, speculative_generate, speculative_generate_batch
@@ -47,7 +48,7 @@ class BatchConfig:
 
     drafter: Path | None = None
     target: str = "default"
-    dtype: str = "bfloat16"
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     device: str = "cpu"
     batches: tuple[int, ...] = (1, 4, 16)
     prompts: int = 16
@@ -61,8 +62,14 @@ class BatchConfig:
 
 
 def main(config: BatchConfig) -> None:
-    if config.prompts < max(config.batches):
-        raise UserError(f"prompts: got {config.prompts}, allowed: at least the largest batch, {max(config.batches)}")
+    require_some({"batches": config.batches})
+    names = ("max_new_tokens", "repeats")
+    require_positive({name: getattr(config, name) for name in names} | {"batches": min(config.batches)})
+    chosen = split_held_out(builtin_prompts())[1][: config.prompts]
+    if len(chosen) < max(config.batches):
+        raise UserError(
+            f"prompts: got {config.prompts}, of which there are {len(chosen)}, allowed: at least the largest batch, {max(config.batches)}"
+        )
     taps = None if config.drafter is None else read_taps(config.drafter)
     target = TargetModel.load(config.target, dtype=getattr(torch, config.dtype), device=config.device, tap_layers=taps)
     if config.drafter is None:
@@ -72,7 +79,6 @@ def main(config: BatchConfig) -> None:
     else:
         drafter = load_drafter(config.drafter, target)
     tree = Eagle2Tree(config.total_tokens, config.depth, config.top_k)
-    chosen = split_held_out(builtin_prompts())[1][: config.prompts]
     prompts = [render_prompt(target.tokenizer, [{"role": "user", "content": prompt.turns[0]}]) for prompt in chosen]
     others = OthersCpu()
     result = {"config": {**config.__dict__, "drafter": str(config.drafter)}, "provenance": provenance()}

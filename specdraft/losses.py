@@ -156,7 +156,8 @@ def geometric(alpha: Tensor, hit: Tensor, valid: Tensor, config: LossConfig) -> 
 
 def dpace(alpha: Tensor, hit: Tensor, valid: Tensor, config: LossConfig) -> Tensor:
     """D-PACE: sum_{m >= k} prod_{i <= m} ((1 - a) alpha_i + a), over the row's supervised steps m: what the tokens accepted
-    from step k on would lose without it, smoothed by a."""
+    from step k on would lose without it, smoothed by a. alpha_i, the chance that the drafted token is accepted, stands where the
+    paper has the drafter's probability of the label: the same for a teacher that is certain of it."""
     chain = ((1 - config.dpace_a) * alpha.float() + config.dpace_a).mul(valid).cumprod(0)
     return chain.flip(0).cumsum(0).flip(0)
 

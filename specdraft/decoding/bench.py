@@ -21,11 +21,11 @@ from specdraft.config import UserError
 from specdraft.data.chat import first_turn, render_prompt
 from specdraft.data.long_prompts import SHORTEST, long_prompts
 from specdraft.data.tasks import Prompt, builtin_prompts, split_held_out
-from specdraft.decoding import numbers
+from specdraft.decoding import measure, numbers
 from specdraft.decoding.costs import CostTable
 from specdraft.decoding.generate import GenerateOutput, autoregressive_generate, speculative_generate_batch
 from specdraft.decoding.measure import BUSY, TARGET_ALONE, WARM_UP_TOKENS, Contender, OthersCpu
-from specdraft.decoding.trace import DecodeTrace, first_divergence, top2_margin
+from specdraft.decoding.trace import DecodeTrace
 from specdraft.models.target import TargetModel
 from specdraft.models.tree import Shape
 from specdraft.provenance import atomic_path, hash_json, provenance
@@ -220,16 +220,9 @@ def run_repeat(
 def find_divergences(
     target: TargetModel, requests: Sequence[Request], own: Sequence[GenerateOutput], alone: Sequence[GenerateOutput]
 ) -> list[dict[str, Any]]:
-    """The first divergence of every request that has one, with the target's top-2 margin there (see measure.Divergence)."""
-    found = []
-    for request, output, truth in zip(requests, own, alone, strict=True):
-        index = first_divergence(output.tokens, truth.tokens)
-        if index is None:
-            continue
-        ids = torch.tensor([[*request.input_ids, *truth.tokens[:index]]], device=target.device)
-        step = target.forward(ids, target.new_cache(1, ids.shape[1]), want_taps=False, logits_for="last")
-        found.append({"request": request.id, "index": index, "margin": top2_margin(step.logits[0, -1])})
-    return found
+    """measure.find_divergences, by the requests' ids."""
+    found = measure.find_divergences(target, [request.input_ids for request in requests], own, alone)
+    return [{"request": requests[d.prompt].id, "index": d.index, "margin": d.margin} for d in found]
 
 
 def _decode(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,18 +21,9 @@ from specdraft.data.vocab import VocabMap, count_tokens, required_ids
 from specdraft.decoding.bench import Side
 from specdraft.decoding.costs import CostTable
 from specdraft.decoding.evospec import EvoSpecConfig, EvoSpecVocabulary, Pairs, count_pairs
-from specdraft.decoding.length_policies import (
-    LENGTH_POLICIES,
-    AdaEdl,
-    ConfidenceThreshold,
-    EntropyController,
-    ExpectedSpeedup,
-    Fixed,
-    Heuristic,
-    Svip,
-)
+from specdraft.decoding.length_policies import LENGTH_POLICIES
 from specdraft.decoding.length_policy import LengthPolicy
-from specdraft.decoding.libraspec import LibraSpec, balance_from_costs
+from specdraft.decoding.libraspec import balance_from_costs
 from specdraft.decoding.measure import Contender, measure_costs
 from specdraft.decoding.vocab_policies import VOCAB_POLICIES, AllTokens, FrequencyList, NanoSpec, VocabPolicy
 from specdraft.models.checkpoint import load_drafter, read_frequent, read_taps
@@ -44,6 +35,7 @@ from specdraft.models.tree import Eagle2Tree, SampledTree
 from specdraft.provenance import hash_file, hash_json, machine, read_json, write_json
 
 NEEDS_FREQUENCY = ("frequency", "evospec")
+NEEDS_COSTS = ("entropy", "expected_speedup", "libraspec")
 CHAIN, EAGLE2, SAMPLED = "chain", "eagle2", "sampled"
 SPARSE_SELF = "sparse_self"  # where drafters are named: the target that drafts for itself
 
@@ -147,31 +139,20 @@ def vocab_settings(name: str, config: PolicyConfig) -> dict[str, Any]:
 
 
 def length_policy(
-    name: str, config: PolicyConfig, costs: CostTable, acceptance: Sequence[float], temperature: float
+    name: str, config: PolicyConfig, costs: CostTable | None, acceptance: Sequence[float], temperature: float
 ) -> tuple[LengthPolicy, dict[str, Any]]:
-    """The policy of that name, and its settings."""
+    """The policy of that name, and its settings.   costs: None for a policy that is not in NEEDS_COSTS."""
     most = {"most": config.most}
+    if name in ("entropy", "expected_speedup"):
+        given = {"costs": costs} | ({} if name == "entropy" else {"acceptance": acceptance})
+        decided_by = hash_json([asdict(costs), list(acceptance)])  # other costs are other decisions
+        return LENGTH_POLICIES[name](**given), {**most, "costs": decided_by}
     if name == "libraspec":
         a = balance_from_costs(costs, config.libraspec_block) if config.libraspec_a is None else config.libraspec_a
         settings = {"a": a, "block": config.libraspec_block, **most, "retreats": temperature == 0}
-        return LibraSpec(**settings), settings
-    simple: dict[str, Callable[[], LengthPolicy]] = {
-        "fixed": lambda: Fixed(config.drafted),
-        "heuristic": lambda: Heuristic(config.drafted, config.most),
-        "confidence": lambda: ConfidenceThreshold(most=config.most),
-        "svip": lambda: Svip(most=config.most),
-        "adaedl": lambda: AdaEdl(most=config.most),
-        "entropy": lambda: EntropyController(costs),
-        "expected_speedup": lambda: ExpectedSpeedup(costs, acceptance),
-    }
-    measured = {**most, "costs": hash_json([asdict(costs), list(acceptance)])}  # other costs are other decisions
-    settings = {
-        "fixed": {"tokens": config.drafted},
-        "heuristic": {"start": config.drafted, **most},
-        "entropy": measured,
-        "expected_speedup": measured,
-    }
-    return simple[name](), settings.get(name, most)
+    else:
+        settings = {"fixed": {"tokens": config.drafted}, "heuristic": {"start": config.drafted, **most}}.get(name, most)
+    return LENGTH_POLICIES[name](**settings), settings
 
 
 @dataclass
@@ -239,7 +220,9 @@ def make_entries(lineup: Lineup, temperature: float, batch: int) -> dict[str, En
         if name in NEEDS_FREQUENCY:
             vocabulary["frequency"] = hash_file(settings.frequency)
         what = {"drafter": place, "hash": lineup.hashes[place], **_made_of(drafter), "vocab": vocabulary}
-        costs, acceptance = costs_of(lineup, Contender(drafter, None, rows[0]), what, temperature)
+        costs, acceptance = None, []
+        if CHAIN in shapes and (batch == 1 or set(NEEDS_COSTS) & set(lineup.length)):
+            costs, acceptance = costs_of(lineup, Contender(drafter, None, rows[0]), what, temperature)
         for stop in lineup.length if CHAIN in shapes else ():
             made = [length_policy(stop, settings, costs, acceptance, temperature) for _ in rows]
             side = Side([Contender(drafter, lengths, own) for (lengths, _), own in zip(made, rows, strict=True)])

@@ -146,6 +146,9 @@ def speculative_generate_batch(
         ending = Ending(target, len(prompt), max_new_tokens, stop, stop_ids)
         rows.append(Row(prompt, ending, sampling, isinstance(shape, Chain), length, vocab, generator, number))
     batch_drafter = drafter if drafter is None or isinstance(drafter, BatchDrafter) else OneRow(drafter)
+    if count > 1 and isinstance(batch_drafter, OneRow):
+        name = type(drafter).__name__
+        raise UserError(f"drafter {name}: got a batch of {count} prompts, allowed: 1; decode them one by one")
     Batch(target, batch_drafter, rows, sampling, shape, _clock(target, synchronize), observer).decode()
     return [GenerateOutput(row.tokens, row.ending.reason, row.trace) for row in rows]
 
@@ -460,10 +463,13 @@ def _check_rows(what: str, given: Sequence, count: int, own: Sequence) -> None:
 
 
 def _check_bias(length: LengthPolicy, sampling: Sampling) -> None:
-    if length.bias and not sampling.greedy:
+    bias = length.bias
+    if length.reads_samples and type(length).keep is not LengthPolicy.keep:
+        bias = bias or "it reads which tokens were drawn, and may drop drafted ones"
+    if bias and not sampling.greedy:
         raise UserError(
             f"length policy {type(length).__name__}: got temperature {sampling.temperature}, allowed: 0 only, as it would "
-            f"bias the output: {length.bias}"
+            f"bias the output: {bias}"
         )
 
 

@@ -181,7 +181,8 @@ class EntropyController(LengthPolicy):
 
 
 class ExpectedSpeedup(LengthPolicy):
-    """The length of the largest expected speedup (papers (0.1)), by exact search over the measured costs each round.
+    """The length of the largest expected speedup (papers (0.1)), by exact search over the measured costs each round. A round that drafts
+    nothing costs more than one of the target alone: the drafter and the vocabulary follow the text.
 
     The acceptance at each position starts at `acceptance` (alpha_1.., conditional, as measured on other prompts), weighs
     as much as `prior_rounds` rounds, and moves with the rounds of the request. Every round makes older ones count `decay`
@@ -203,7 +204,8 @@ class ExpectedSpeedup(LengthPolicy):
     def length(self) -> int:
         prior = self.prior_rounds
         estimates = zip(self.acceptance, self.accepted, self.tried, strict=True)
-        return self.costs.best_length([(prior * alpha + hits) / (prior + tries) for alpha, hits, tries in estimates])
+        alphas = [(prior * alpha + hits) / (prior + tries) for alpha, hits, tries in estimates]
+        return max(range(len(alphas) + 1), key=lambda k: self.costs.expected_speedup(k, alphas))
 
     def observe(self, drafted: int, accepted: int) -> None:
         for i in range(len(self.acceptance)):

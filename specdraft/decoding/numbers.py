@@ -25,6 +25,7 @@ from specdraft.decoding.trace import (
     joint_acceptance,
     mean_request_tau,
     tau,
+    tokens_per_second,
 )
 
 RESAMPLES = 2000
@@ -41,22 +42,32 @@ def speed(own: Repeats, alone: Repeats) -> dict[str, Any]:
     tokens = [np.array([trace.tokens for trace in side[0]]) for side in (own, alone)]
     seconds = [median_seconds(side) for side in (own, alone)]
     rates = [t.sum() / s.sum() for t, s in zip(tokens, seconds, strict=True)]
-    picks = np.random.default_rng(0).integers(0, len(seconds[0]), (RESAMPLES, len(seconds[0])))
-    drawn = [t[picks].sum(1) / s[picks].sum(1) for t, s in zip(tokens, seconds, strict=True)]
-    low, high = np.percentile(drawn[0] / drawn[1], [2.5, 97.5])
+    low, high = ratio_interval(tokens, seconds)
     return {
         "tokens_per_second": rates[0],
         "target_tokens_per_second": rates[1],
         "speedup": rates[0] / rates[1],
-        "speedup_low": float(low),
-        "speedup_high": float(high),
-        "speedup_repeats": [_rate(mine) / _rate(theirs) for mine, theirs in zip(own, alone, strict=True)],
+        "speedup_low": low,
+        "speedup_high": high,
+        "speedup_repeats": [
+            tokens_per_second(mine) / tokens_per_second(theirs) for mine, theirs in zip(own, alone, strict=True)
+        ],
         "decode_speedup": statistics.median(
-            _round_rate(mine) / _round_rate(theirs) for mine, theirs in zip(own, alone, strict=True)
+            round_rate(mine) / round_rate(theirs) for mine, theirs in zip(own, alone, strict=True)
         ),
         "tokens": int(tokens[0].sum()),
         "target_tokens": int(tokens[1].sum()),
     }
+
+
+def ratio_interval(tokens: Sequence[np.ndarray], seconds: Sequence[np.ndarray]) -> tuple[float, float]:
+    """95 % bootstrap interval of the ratio of two sides' total rates, the requests resampled together on both. tokens, seconds: [M] of
+    each side."""
+    count = len(tokens[0])
+    picks = np.random.default_rng(0).integers(0, count, (RESAMPLES, count))
+    own, alone = (t[picks].sum(1) / s[picks].sum(1) for t, s in zip(tokens, seconds, strict=True))
+    low, high = np.percentile(own / alone, [2.5, 97.5])
+    return float(low), float(high)
 
 
 def acceptance(own: Repeats) -> dict[str, Any]:
@@ -95,12 +106,14 @@ def acceptance(own: Repeats) -> dict[str, Any]:
 
 def times(own: Repeats, alone: Repeats) -> dict[str, Any]:
     """Milliseconds of a round: medians over the rounds that drafted (draft_ms includes head_ms, which is NaN off the CPU), and of one
-    token of the target alone. prefill_ms includes the drafter's."""
+    token of the target alone; commit_ms, a part of draft_ms, is a mean: a vocabulary may do much in one round of several.
+    prefill_ms includes the drafter's."""
     drafting = [r for traces in own for trace in traces for r in trace.rounds if r.drafted]
     plain = [r for traces in alone for trace in traces for r in trace.rounds]
     return {
         "draft_ms": _median_ms([r.draft_s for r in drafting]),
         "head_ms": _median_ms([r.head_s for r in drafting]),
+        "commit_ms": 1e3 * _mean(r.commit_s for r in drafting),
         "verify_ms": _median_ms([r.verify_s for r in drafting]),
         "sample_ms": _median_ms([r.sample_s for r in drafting]),
         "target_ms": _median_ms([r.seconds for r in plain]),
@@ -138,7 +151,7 @@ def against_full_head(own: Repeats, full: Repeats) -> dict[str, Any]:
         tau(own[0]) / tau(full[0]),
     )
     predicted = relative_throughput(rho_tau, nu, kappa)
-    measured = statistics.median(_round_rate(m) / _round_rate(f) for m, f in zip(own, full, strict=True))
+    measured = statistics.median(round_rate(m) / round_rate(f) for m, f in zip(own, full, strict=True))
     error = predicted / measured - 1
     warning = f"(1.1) is {error:+.0%} off what was measured" if abs(error) > PREDICTION_ERROR else ""
     return {
@@ -181,11 +194,8 @@ def _mean_seconds(side: Repeats, part: str) -> float:
     return _mean(getattr(r, part) for traces in side for trace in traces for r in trace.rounds if r.drafted)
 
 
-def _rate(traces: Sequence[DecodeTrace]) -> float:
-    return _ratio(sum(t.tokens for t in traces), sum(t.seconds for t in traces))
-
-
-def _round_rate(traces: Sequence[DecodeTrace]) -> float:
+def round_rate(traces: Sequence[DecodeTrace]) -> float:
+    """Tokens per second in rounds, prefills left out. NaN where every text ended with its first token."""
     rounds = [r for trace in traces for r in trace.rounds]
     return _ratio(sum(r.emitted for r in rounds), sum(r.seconds for r in rounds))
 

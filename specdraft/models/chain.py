@@ -74,9 +74,9 @@ class Sequences:
         head_seconds, now = 0.0, head_clock(self.device)
         while True:
             start = now()
-            logits = self._logits(normed, {b: asks[b].live for b in going})
+            logits = self._logits(normed, going, {b: asks[b].live for b in going})
             head_seconds += now() - start
-            levels = {b: growths[b].grow(logits[b][:count]) for b, count in going.items()}
+            levels = {b: growths[b].grow(logits[b]) for b in going}
             levels = {b: level for b, level in levels.items() if level is not None}
             if not levels:
                 break
@@ -108,15 +108,14 @@ class Sequences:
         self.cache.grow([tokens.shape[1]] * len(tokens))
         return self._finish(q, keys, values, place.mask, residual)
 
-    def _logits(self, normed: Tensor, live: dict[int, LiveRows | None]) -> dict[int, Tensor]:
-        """normed [B, w, H] -> logits [w, S] of every row in `live`: one product where all read the same rows of the head."""
+    def _logits(self, normed: Tensor, counts: dict[int, int], live: dict[int, LiveRows | None]) -> dict[int, Tensor]:
+        """normed [B, w, H] -> logits [count, S] of every row b in `counts`: one product where all read the same rows of the head, and
+        none depends on the others (in INT8 the states of a product share a scale)."""
         first = next(iter(live.values()))
-        if len(normed) == 1:
-            return {0: self.weights.logits(normed[0], first)}
-        if any(rows is not first for rows in live.values()):
-            return {b: self.weights.logits(normed[b], rows) for b, rows in live.items()}
+        if len(normed) == 1 or self.weights.is_int8 or any(rows is not first for rows in live.values()):
+            return {b: self.weights.logits(normed[b, :count], live[b]) for b, count in counts.items()}
         logits = self.weights.logits(normed.flatten(0, 1), first).unflatten(0, normed.shape[:2])
-        return {b: logits[b] for b in live}
+        return {b: logits[b, :count] for b, count in counts.items()}
 
     def _project(self, hidden: Tensor, tokens: Tensor, place: Append) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Rows of states hidden [B, n, H] beside tokens [B, n]: stores their keys and values. Returns their queries [B, h, n, d], the
@@ -220,13 +219,13 @@ class FrozenWeights(Arithmetic):
         qkv = join(attention["q_proj"], attention["k_proj"], attention["v_proj"])
         gate_up = join(mlp["gate_proj"], mlp["up_proj"])
         self.qkv, self.gate_up = FrozenLinear(qkv), FrozenLinear(gate_up)
-        self.head = drafter.lm_head
+        self.head, self.is_int8 = drafter.lm_head, drafter.head_dtype == "int8"
         head = "lm_head.weight"
         is_known = before is not None and before.versions[head] == versions[head]
         if is_known:
             self.rows = before.rows
         else:
-            self.rows = Int8Linear(self.head.weight) if drafter.head_dtype == "int8" else FrozenLinear(self.head.weight)
+            self.rows = Int8Linear(self.head.weight) if self.is_int8 else FrozenLinear(self.head.weight)
         self.down = FrozenLinear(self.head.down) if isinstance(self.head, LowRankHead) else None
         self.dtype = compute_dtype(drafter.fc.weight)
         left, right = drafter.sin.chunk(2, dim=-1)

@@ -134,10 +134,7 @@ class OneRow:
         self.drafter = drafter
 
     def begin(self, taps: Tensor, tokens: list[list[int]], max_length: int) -> None:
-        """Raises UserError: more rows than one."""
-        if len(tokens) > 1:
-            name = type(self.drafter).__name__
-            raise UserError(f"drafter {name}: got a batch of {len(tokens)} prompts, allowed: 1; decode them one by one")
+        assert len(tokens) == 1, len(tokens)
         self.drafter.prefill(taps, torch.tensor(tokens, device=taps.device))
 
     def draft(self, asks: list[Ask], shape: Shape) -> list[Proposal]:

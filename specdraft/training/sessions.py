@@ -51,10 +51,11 @@ def load_session(alignment: OnlineAlignment, folder: Path) -> None:
     """Go on with a saved session.
 
     Raises:
-        UserError: no session there, or one of another drafter or with other settings.
+        UserError: no session there, a broken one, or one of another drafter or with other settings. Nothing is changed then.
     """
     known, tensors = _read(Path(folder))
     _check(alignment, known, folder)
+    _check_whole(alignment, known, tensors, folder)
     for name, weight in alignment.trained.named.items():
         weight.copy_(tensors[f"weights.{name}"])
     for name, field in alignment.positions.fields.items():
@@ -76,15 +77,31 @@ def load_session(alignment: OnlineAlignment, folder: Path) -> None:
 
 def _read(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
     try:
-        return json.loads((folder / "session.json").read_text()), load_file(folder / "session.safetensors")
+        known, tensors = json.loads((folder / "session.json").read_text()), load_file(folder / "session.safetensors")
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"session {folder}: cannot be read ({error}); give a folder that save_session wrote") from None
+    if not isinstance(known, dict) or not isinstance(known.get("config"), dict):
+        raise UserError(f"session {folder}: session.json holds no session; give a folder that save_session wrote")
+    return known, tensors
+
+
+def _check_whole(alignment: OnlineAlignment, known: dict, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """Everything that is read from it is there, in the shape that it is needed in."""
+    wanted = {f"weights.{name}": weight.shape for name, weight in alignment.trained.named.items()}
+    wanted |= {f"buffer.{name}": field.shape for name, field in alignment.positions.fields.items()}
+    wanted["generator"] = alignment.generator.get_state().shape
+    wrong = [name for name, shape in wanted.items() if name not in tensors or tensors[name].shape != shape]
+    wrong += [name for name in ("written", "guard", *COUNTS) if name not in known]
+    if wrong:
+        raise UserError(
+            f"session {folder}: {wrong[0]} is missing or of another shape ({len(wrong)} in all); the session is broken, begin anew"
+        )
 
 
 def _check(alignment: OnlineAlignment, known: dict, folder: Path) -> None:
-    if known["drafter"] != alignment.drafter_hash:
+    if known.get("drafter") != alignment.drafter_hash:
         raise UserError(
-            f"session {folder}: of the drafter {known['drafter']}, got {alignment.drafter_hash}; give the drafter that it began with"
+            f"session {folder}: of the drafter {known.get('drafter')}, got {alignment.drafter_hash}; give the drafter that it began with"
         )
     for name, value in config_to_dict(alignment.config).items():
         if name not in FREE and known["config"].get(name) != value:

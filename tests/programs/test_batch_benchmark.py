@@ -18,6 +18,24 @@ from specdraft.testing import tiny_model, tiny_tokenizer
 ROOT = Path(__file__).parents[2]
 
 
+def run(folder: Path, *flags: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks/batch.py"), *flags],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_more_rows_than_prompts_are_refused(tmp_path):
+    done = run(tmp_path, "--prompts=100000", "--batches", "1", "50000")
+    assert done.returncode == 2
+    assert "allowed: at least the largest batch, 50000" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("drafter", ["none", "of other layers"])
 def test_the_benchmark_of_batches(drafter, tmp_path):
     tiny_model(dtype=torch.float32).save_pretrained(tmp_path / "target")
@@ -30,14 +48,7 @@ def test_the_benchmark_of_batches(drafter, tmp_path):
         own = ["--drafter=odd"]
     flags = ["--target=target", "--dtype=float32", "--batches", "1", "3", "--prompts=3", "--max-new-tokens=6"]
     tree = ["--total-tokens=9", "--depth=3", "--top-k=3", "--repeats=1", "--json"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks/batch.py"), *flags, *tree, *own],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run(tmp_path, *flags, *tree, *own)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert set(result["throughput"]) == {"1", "3"}

@@ -1,11 +1,14 @@
 """Online alignment in the decoder: what an observer is told, that nothing but the draft changes, topic switches, sessions."""
 
 import itertools
+import json
 import random
+import re
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from scripted import ScriptedTarget
 from test_lossless import PROMPTS, chi_square, law_of_three, make_drafter
 
@@ -397,6 +400,27 @@ def test_a_session_of_another_drafter_or_with_other_settings_is_refused(tmp_path
         load_session(other, tmp_path / "session")
     with pytest.raises(UserError, match="cannot be read"):
         load_session(other, tmp_path / "nothing")
+
+
+def test_a_broken_session_is_one_line_and_changes_nothing(tmp_path):
+    """Written by other hands, or by another version: never a traceback, never half a session."""
+    drafter = make_drafter(tiny_target(), "full")
+    alignment, folder = OnlineAlignment(drafter, TINY_VOCAB, ONLINE), tmp_path / "session"
+    save_session(alignment, folder)
+    known, tensors = json.loads((folder / "session.json").read_text()), load_file(folder / "session.safetensors")
+    before = {name: weight.clone() for name, weight in alignment.trained.named.items()}
+    name = next(key for key in tensors if key.startswith("weights."))
+    for broken, of, message in [
+        ([], tensors, "holds no session"),
+        ({key: value for key, value in known.items() if key != "guard"}, tensors, "guard is missing"),
+        (known, {key: value for key, value in tensors.items() if key != "generator"}, "generator is missing"),
+        (known, tensors | {name: tensors[name][..., :-1].contiguous()}, f"{name} is missing or of another shape"),
+    ]:
+        (folder / "session.json").write_text(json.dumps(broken))
+        save_file(of, folder / "session.safetensors")
+        with pytest.raises(UserError, match=re.escape(message)):
+            load_session(alignment, folder)
+    assert all(torch.equal(weight, before[name]) for name, weight in alignment.trained.named.items())
 
 
 def test_packed_rows_follow_a_head_that_is_trained():

@@ -307,6 +307,16 @@ def test_the_target_that_drafts_for_itself_is_a_contender(tmp_path, monkeypatch)
     assert make_entries(Lineup(target, drafters, hashes, *options), 0.0, 2) == {}
 
 
+def test_costs_that_nobody_reads_are_not_measured(target, tmp_path, monkeypatch):
+    """Trees, and batches with a fixed length: neither a policy nor the hindsight takes a table."""
+    monkeypatch.setattr(contenders, "measure_costs", lambda *args, **options: pytest.fail("measured"))
+    drafters, rest = {"a": drafter_of(target, "full")}, (PolicyConfig(most=4), CostConfig(tmp_path, [[1, 2, 3]]))
+    trees = make_entries(Lineup(target, drafters, {"a": "1"}, ["all"], ["entropy"], ["eagle2"], *rest), 0.0, 1)
+    chains = make_entries(Lineup(target, drafters, {"a": "1"}, ["all"], ["fixed", "svip"], ["chain"], *rest), 0.0, 4)
+    assert list(trees) == ["a/all/eagle2"]
+    assert list(chains) == ["a/all/fixed", "a/all/svip"]
+
+
 @pytest.mark.parametrize("length", ["fixed", "entropy"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_numbers_of_the_target_that_drafts_for_itself(tmp_path, length, temperature):

@@ -230,6 +230,14 @@ def test_a_from_the_costs_stays_near_the_oracle():
         assert mean[20.0] < mean[tuned]
 
 
+def test_a_round_that_drafts_nothing_costs_what_the_drafter_does_in_it():
+    """It is no round of the target alone: where following the text costs a sixth, drafting a token is worth more than not to."""
+    table = CostTable([0.10, 0.15], [1.05, 1.10], [0.0, 0.0], 1.0, "", "", {})
+    assert table.expected_speedup(0, [0.15]) < table.expected_speedup(1, [0.15]) < 1
+    assert ExpectedSpeedup(table, [0.15]).length() == 1
+    assert table.best_length([0.15]) == 0, "the target alone is better than both"
+
+
 @pytest.mark.parametrize("make", [lambda: LibraSpec(a=-1), lambda: LibraSpec(block=0), lambda: Svip(most=0)])
 def test_bad_settings_are_refused(make):
     with pytest.raises(UserError, match="allowed"):
@@ -319,8 +327,9 @@ def test_no_vocabulary_policy_changes_the_law_of_outputs(monkeypatch, name):
     "pair", list(itertools.product(["confidence", "adaedl", "libraspec"], ["nanospec", "evospec"]))
 )
 def test_both_together_leave_the_law_alone(monkeypatch, pair):
-    target, found = output_law(monkeypatch, UNBIASED[pair[0]], VOCABULARIES[pair[1]], count=3)
-    assert total_variation(found, naive_law(target, 3)) < 1e-9
+    """Texts long enough that a draft goes on or stops, and that what a round made live is drafted from."""
+    target, found = output_law(monkeypatch, UNBIASED[pair[0]], VOCABULARIES[pair[1]])
+    assert total_variation(found, naive_law(target, 4)) < 1e-9
 
 
 class Dropping(LengthPolicy):
@@ -350,6 +359,11 @@ def test_dropping_what_was_drawn_gives_the_papers_wrong_law(monkeypatch):
     drafter = ScriptedDrafter(lambda prefix: torch.tensor([0.9, 0.1], dtype=torch.float64).log())
     target = Coin(2)
     policy = Dropping()
+    with pytest.raises(
+        UserError, match=r"Dropping: got temperature 1.0, allowed: 0 only.*reads which tokens were drawn"
+    ):
+        speculative_generate(target, drafter, [1], max_new_tokens=3, temperature=1.0, length_policy=policy)
+    monkeypatch.setattr(generate, "_check_bias", lambda *_: None)  # let it through
 
     def program(oracle):
         for place in (generate, sampling, verify):
@@ -398,6 +412,7 @@ def test_the_papers_two_positions(monkeypatch, reads_samples, variation):
         lambda prefix: torch.tensor((0.9, 0.1) if len(prefix) == 2 else (0.5, 0.5), dtype=torch.float64).log()
     )
     target, policy = Pair(2), Depth(reads_samples)
+    monkeypatch.setattr(generate, "_check_bias", lambda *_: None)  # which refuses the second
 
     def program(oracle):
         for place in (generate, sampling, verify):

@@ -100,6 +100,32 @@ def test_a_row_is_what_it_would_be_alone(target, shape, temperature):
         assert [r.live for r in output.trace.rounds] == [r.live for r in alone.trace.rounds]
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: type(shape).__name__)
+def test_a_row_is_what_it_would_be_alone_with_an_int8_head(shape):
+    """Fault 35: states that are quantised together share a scale, so rows of a batch must not be, nor padding with them."""
+    target = tiny_target(dtype=torch.float64)
+    drafter = make_drafter(target, "full int8")
+    run = {"max_new_tokens": 7, "temperature": 1.0, "tree": shape}
+    generators = [torch.Generator().manual_seed(b) for b in range(3)]
+    outputs = speculative_generate_batch(target, drafter, PROMPTS, generators=generators, **run)
+    for b, (prompt, output) in enumerate(zip(PROMPTS, outputs, strict=True)):
+        alone = speculative_generate(target, drafter, prompt, generator=torch.Generator().manual_seed(b), **run)
+        assert output.tokens == alone.tokens
+        assert [r.accepted for r in output.trace.rounds] == [r.accepted for r in alone.trace.rounds]
+
+
+def test_rows_of_an_int8_head_do_not_share_a_scale():
+    """One row's states are a hundred times another's: in one product the small ones would be rounded away."""
+    target = tiny_target()
+    drafter = make_drafter(target, "full int8")
+    drafter.begin(target.features(torch.tensor([[1, 2, 3]] * 2), torch.tensor([3, 3])).taps, [[1, 2, 3, 4]] * 2, 20)
+    normed = torch.randn(2, 3, target.hidden_size, generator=torch.Generator().manual_seed(0))
+    normed[1] *= 100
+    together = drafter._sequences._logits(normed, {0: 2, 1: 3}, {0: None, 1: None})
+    for b, count in ((0, 2), (1, 3)):
+        assert torch.equal(together[b], drafter._sequences.weights.logits(normed[b, :count], None))
+
+
 @pytest.mark.parametrize("kind", ["trimmed", "lowrank"])
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: type(tree).__name__)
 def test_a_length_policy_limits_the_depth_of_a_tree(kind, tree):
