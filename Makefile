@@ -28,7 +28,7 @@ train: .venv/ready
 	$(BIN)/accelerate launch --quiet recipes/train_slimspec.py
 
 test: .venv/ready lint
-	$(BIN)/python -m pytest -m "not gpu and not deepspeed and not speculators"
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not gpu and not deepspeed and not speculators"
 
 lint: .venv/ready
 	$(BIN)/ruff check .
