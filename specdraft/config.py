@@ -117,7 +117,7 @@ def parse_config(cls: type[Config], argv: Sequence[str] | None = None) -> Config
     Raises:
         UserError: an unreadable file, an unknown key or flag, a value of the wrong type.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
+    argv = [re.sub(r"(^|=)null$", r"\1None", word) for word in (sys.argv[1:] if argv is None else argv)]  # as in YAML
     path, argv = _take_config_flag(_complete_switches(cls, argv))
     default = config_from_dict(cls, _read_yaml(path), str(path)) if path else cls()
     messages = io.StringIO()

@@ -44,6 +44,12 @@ def test_defaults_then_yaml_then_flags(tmp_path):
     assert (config.name, config.inner.rank, config.inner.lr) == ("b", 9, 2e-4)
 
 
+@pytest.mark.parametrize("flags", [["--inner.rank", "null"], ["--inner.rank=null"], ["--inner.rank", "None"]])
+def test_nothing_is_said_in_a_flag_as_in_yaml(tmp_path, flags):
+    assert parse_config(Outer, flags).inner.rank is None
+    assert from_yaml(tmp_path, "inner:\n  rank: null\n").inner.rank is None
+
+
 def test_yaml_keeps_the_outer_class_s_own_defaults(tmp_path):
     """A recipe's nested defaults survive a file that names only some of the nested keys."""
     assert from_yaml(tmp_path, "inner:\n  lr: 0.5\n").inner == Inner(rank=7, kind="lowrank", lr=0.5)
