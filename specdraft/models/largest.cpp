@@ -1,4 +1,5 @@
-// What a tree wants to know of the logits of its nodes: the few largest, and the sum of all exponentials. See thin_products.py.
+// What a tree wants to know of the logits of its nodes, and a live vocabulary of the target's: the few largest, and the sum of all
+// exponentials. See thin_products.py.
 #include "thin.h"
 
 using namespace thin;
@@ -29,14 +30,14 @@ static float log_sum_exp(const float* x, long count, float top) {
 }
 
 // logits [rows,columns] -> of each row the `count` largest, largest first, of equal ones the first; where they stand; and the log of the sum
-// of all exponentials.
+// of all exponentials, unless log_total is null.
 extern "C" void largest(const float* logits, long rows, long columns, long count, float* values, int64_t* places, float* log_total) {
 #pragma omp parallel for if (rows > 1)
     for (long row = 0; row < rows; row++) {
         const float* const x = logits + row * columns;
         std::vector<float> most;  // of what is left of each piece
         for (long start = 0; start < columns; start += PIECE) most.push_back(largest_of(x + start, std::min(PIECE, columns - start)));
-        log_total[row] = log_sum_exp(x, columns, *std::max_element(most.begin(), most.end()));
+        if (log_total) log_total[row] = log_sum_exp(x, columns, *std::max_element(most.begin(), most.end()));
         int64_t* const taken = places + row * count;
         auto first_of = [&](long piece, long known) {  // place of the largest of a piece that is not taken, -1 = none
             long place = -1;

@@ -16,6 +16,7 @@ import logging
 import os
 import shlex
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -89,15 +90,36 @@ def thin_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """logits [w,S] -> of every row the `count` largest [w,count], largest first, their columns [w,count], and the log of the sum of all
     exponentials [w,1]. torch orders all columns of a row to find three."""
+    compiled = _compiled_largest(logits, count)
+    if compiled is None:
+        return *logits.topk(count), logits.logsumexp(-1, keepdim=True)
+    values, log_total = logits.new_empty(len(logits), count), logits.new_empty(len(logits), 1)
+    places = torch.empty(len(logits), count, dtype=torch.int64)
+    compiled(values, places, log_total)
+    return values, places, log_total
+
+
+def largest_into(logits: Tensor, values: Tensor, places: Tensor) -> None:
+    """The first two of `largest`, into values and places [w,count], contiguous, which are there already."""
+    compiled = _compiled_largest(logits, values.shape[1])
+    if compiled is None:
+        torch.topk(logits, values.shape[1], out=(values, places))
+    else:
+        compiled(values, places, None)
+
+
+def _compiled_largest(logits: Tensor, count: int) -> Callable[[Tensor, Tensor, Tensor | None], None] | None:
+    """Takes where to put the values, their columns, and the sums or None; None where it cannot be had for these."""
     compiled = library() if logits.dtype == torch.float32 and logits.device.type == "cpu" else None
     if compiled is None or count > MOST_LARGEST:
-        return *logits.topk(count), logits.logsumexp(-1, keepdim=True)
-    logits, (rows, columns) = logits.contiguous(), logits.shape
-    values, log_total = logits.new_empty(rows, count), logits.new_empty(rows, 1)
-    places = torch.empty(rows, count, dtype=torch.int64)
-    at = (values.data_ptr(), places.data_ptr(), log_total.data_ptr())
-    compiled.largest(logits.data_ptr(), rows, columns, count, *at)
-    return values, places, log_total
+        return None
+    logits = logits.contiguous()
+
+    def run(values: Tensor, places: Tensor, log_total: Tensor | None) -> None:
+        sums = None if log_total is None else log_total.data_ptr()
+        compiled.largest(logits.data_ptr(), *logits.shape, count, values.data_ptr(), places.data_ptr(), sums)
+
+    return run
 
 
 def library() -> ctypes.CDLL | None:

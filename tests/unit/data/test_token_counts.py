@@ -172,7 +172,9 @@ def test_counts_file_of_another_tokenizer_is_refused(tokenizer, tmp_path):
             TokenCounts.load(tmp_path / name, tokenizer, TINY_VOCAB)
 
 
-@pytest.mark.parametrize("make", [list, tuple, lambda ids: torch.tensor(ids, dtype=torch.int32)], ids=["list", "tuple", "tensor"])
+@pytest.mark.parametrize(
+    "make", [list, tuple, lambda ids: torch.tensor(ids, dtype=torch.int32)], ids=["list", "tuple", "tensor"]
+)
 def test_frequency_list_keeps_its_order(tmp_path, make):
     ids = [7, 2, 9, 4]
     torch.save(make(ids), tmp_path / "freq.pt")

@@ -227,11 +227,12 @@ class Allocations(TorchDispatchMode):
         return result
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("kind", ["grow", "ring"])
-def test_nothing_is_allocated_in_the_loop(kind):
+def test_nothing_is_allocated_in_the_loop(kind, dtype):
     policy = NanoSpec(scripted_head(60), capacity=30, kind=kind)
     target = ScriptedTarget(60)
-    states = torch.stack([target.logits([1, i]) for i in range(5)])
+    states = torch.stack([target.logits([1, i]) for i in range(5)]).to(dtype)
     policy.begin([1, 2, 3], states[:3], target.teacher_logits)
     with Allocations() as allocations:
         torch.zeros(1).add(1)

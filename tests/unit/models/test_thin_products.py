@@ -114,3 +114,7 @@ def test_the_largest_and_the_sum(instructions, columns, count, monkeypatch):
     torch.testing.assert_close(logits.gather(1, places), values, atol=0, rtol=0)
     assert all(len(set(row)) == count for row in places.tolist())
     torch.testing.assert_close(log_total, logits.double().logsumexp(-1, keepdim=True).float(), atol=1e-5, rtol=1e-6)
+    kept = torch.empty_like(values), torch.empty_like(places)
+    thin_products.largest_into(logits, *kept)
+    assert torch.equal(kept[0], values)
+    assert torch.equal(kept[1], places)
