@@ -104,8 +104,9 @@ class AnswerRow:
         return Example(self.id, torch.tensor(self.input_ids[:max_length], dtype=torch.int64), mask[:max_length])
 
 
-def read_answers(path: Path) -> list[AnswerRow]:
-    """Read answers.jsonl.
+def read_answers(path: Path, is_growing: bool = False) -> list[AnswerRow]:
+    """Read answers.jsonl.   is_growing: somebody may be writing to it, or was when he was killed: it may be empty, and its last line, where
+    that has no end, is left out.
 
     Raises:
         UserError: no such file, no rows, or a bad row (with its line number).
@@ -113,8 +114,12 @@ def read_answers(path: Path) -> list[AnswerRow]:
     path = Path(path)
     if not path.is_file():
         raise UserError(f"answers {path}: no such file; make it with data_prep/generate_responses.py")
-    rows = [_answer_row(line, f"{path} line {number}") for number, line in read_lines(path)]
-    if not rows:
+    rows = [
+        _answer_row(line, f"{path} line {number}")
+        for number, line in read_lines(path)
+        if line.endswith("\n") or not is_growing
+    ]
+    if not rows and not is_growing:
         raise UserError(f"answers {path}: got no rows; make it with data_prep/generate_responses.py")
     _require_unique([row.id for row in rows], str(path))
     return rows

@@ -389,7 +389,7 @@ def _next_turn(target: TargetModel, conversation: Conversation, config: AnswerCo
 def read_parts(target: TargetModel, folder: Path, prompts: Sequence[Prompt]) -> dict[str, AnswerRow]:
     """Answers to `prompts` among the files part-*.jsonl of `folder`, by prompt id. An answer to another text that had the
     same id is left out."""
-    rows = (row for path in sorted(folder.glob("part-*.jsonl")) for row in _complete_rows(path))
+    rows = (row for path in sorted(folder.glob("part-*.jsonl")) for row in read_answers(path, is_growing=True))
     return answers_to(target, rows, prompts)
 
 
@@ -459,7 +459,8 @@ def answers_key(target: TargetModel, config: AnswerConfig) -> dict[str, object]:
 
 
 def _resume(target: TargetModel, prompts: Sequence[Prompt], path: Path, config: AnswerConfig) -> dict[str, AnswerRow]:
-    """Rows of an earlier run; writes the key file beside `path` on the first run, drops stale rows from the file."""
+    """Rows of an earlier run; writes the key file beside `path` on the first run, drops stale rows, and a line cut by a crash, from the
+    file. Its only writer calls this."""
     key, key_path = answers_key(target, config), path.with_suffix(".key.json")
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -476,7 +477,9 @@ def _resume(target: TargetModel, prompts: Sequence[Prompt], path: Path, config: 
             f"{path}: was made with {name} = {found.get(name)!r}, now {key[name]!r}; give another file, or remove this one"
         )
     wanted = {prompt.id: prompt for prompt in prompts}
-    rows = {row.id: row for row in _complete_rows(path)}
+    with open(path, "r+b") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
+    rows = {row.id: row for row in read_answers(path, is_growing=True)}
     kept = {id: row for id, row in rows.items() if id not in wanted or _answers(target, row, wanted[id])}
     if len(kept) < len(rows):
         with atomic_path(path) as temporary:
@@ -487,14 +490,3 @@ def _resume(target: TargetModel, prompts: Sequence[Prompt], path: Path, config: 
 def _answers(target: TargetModel, row: AnswerRow, prompt: Prompt) -> bool:
     """Whether `row` answers exactly this prompt: what stands before its first answer is the prompt, token by token."""
     return bool(row.spans) and row.input_ids[: row.spans[0][0]] == _prompt_ids(target, prompt)
-
-
-def _complete_rows(path: Path) -> Iterator[AnswerRow]:
-    """Rows whose line is whole; a line cut by a crash is removed from the file."""
-    data = path.read_bytes()
-    end = data.rfind(b"\n") + 1
-    if end < len(data):
-        with open(path, "r+b") as file:
-            file.truncate(end)
-    if end:
-        yield from read_answers(path)

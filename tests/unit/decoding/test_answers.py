@@ -118,6 +118,18 @@ def test_an_interrupted_run_goes_on(target, tmp_path):
     assert path.read_text().startswith("".join(lines[:5]))
 
 
+def test_a_reader_leaves_a_line_on_its_way_to_its_writer(target, tmp_path):
+    """Another run reads the folder while an answer is being written: the line is not taken, and not cut."""
+    path = tmp_path / "part-00000.jsonl"
+    answer_prompts(target, PROMPTS[:3], path, CONFIG)
+    lines = path.read_text().splitlines(keepends=True)
+    whole = {json.loads(lines[0])["id"]}
+    for written, ids in ((lines[0] + lines[1][:20], whole), (lines[0][:20], set()), ("", set())):
+        path.write_text(written)
+        assert set(read_parts(target, tmp_path, PROMPTS)) == ids
+        assert path.read_text() == written
+
+
 def test_an_answer_to_another_text_is_not_reused(target, tmp_path):
     """Fault 5."""
     answer_prompts(target, PROMPTS[:2], tmp_path / "part-0.jsonl", CONFIG)
