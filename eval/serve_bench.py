@@ -91,7 +91,7 @@ def choose_prompts(config: ServeConfig) -> list[list[int]]:
     """Token ids of the prompts."""
     where = str(packaged_target(config.target)) if is_packaged(config.target) else config.target
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where)
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
     except Exception as error:  # whatever a foreign file makes a parser raise
         raise UserError(
             f"target {where}: its tokenizer cannot be read ({' '.join(str(error).split())[:160]})"
@@ -147,7 +147,7 @@ def summarise(
         median_latency_s=statistics.median(answer.seconds for answer in answers),
         texts=texts,
     )
-    if served.server == "vLLM":
+    if served.server == "vLLM" and before["server"] == "vLLM":
         served.tau, served.conditional_acceptance = vllm_acceptance(before, after)
     elif served.server == "SGLang":
         served.tau, served.tau_is = after["accept_length"], SERVERS_AVERAGE

@@ -74,7 +74,9 @@ def main(config: PublishConfig) -> None:
     if origin.note:
         print(origin.note)
     target = TargetModel.load(config.target, revision=config.target_revision, tap_layers=taps)
-    drafter = load_drafter(config.drafter, target)
+    drafter = load_drafter(
+        config.drafter, target, torch.float32
+    )  # as it is on disk: rounded once, to the dtype asked for
     publication = Publication(
         repo=repo,
         revision=config.revision,
@@ -111,6 +113,7 @@ def write(config: PublishConfig, publication: Publication, drafter: Eagle3Drafte
     dtype, card = getattr(torch, config.dtype), model_card(publication, drafter, target)
     if config.format == "specdraft":
         save_drafter(config.output, drafter, target, card, publication.run, dtype)
+        write_json(config.output / "provenance.json", {**publication.provenance, "run": publication.run})
         return
     options = {"factors": config.factors} if config.format == "eagle3" else {}
     if config.format == "speculators":

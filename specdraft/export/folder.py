@@ -95,8 +95,14 @@ def lay_out(
     in fp32, then rounded), or kept as two factors.
 
     Raises:
-        UserError: factors asked of a head that has none; a head that engines do not have.
+        UserError: factors asked of a head that has none; a head, or a shape, that engines do not have.
     """
+    width, heads = drafter.config.hidden_size, drafter.config.num_attention_heads
+    if width % heads:
+        raise UserError(
+            f"export: got {heads} attention heads in a width of {width}, allowed: a divisor of it, as engines read Llama's configuration; "
+            "use --format specdraft"
+        )
     head, vocab_size = drafter.lm_head, int(target.hf_config.vocab_size)
     if type(head) not in (FullHead, TrimmedHead, LowRankHead):
         raise UserError(f"export: got a {type(head).__name__}, allowed: full, trimmed and low-rank heads")

@@ -50,7 +50,7 @@ def _of_somebody_else(folder: Path) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+    except Exception as error:  # among them errors of transformers' own
         raise UserError(
             f"drafter {folder}: config.json is not that of a drafter ({type(error).__name__}: {' '.join(str(error).split())[:120]}); fetch "
             "the drafter again"

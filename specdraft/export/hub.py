@@ -59,19 +59,22 @@ def publish(
         step = "read the branch"
         head = api.model_info(repo, revision=revision).sha
         step = "upload"
-        state = state if not existed else "its files are as they were"
+        if existed and revision == "main":
+            state = "its files are as they were"
         return api.upload_folder(folder_path=folder, repo_id=repo, revision=revision, commit_message=message).commit_url
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"publish {repo}: stopped while it was to {step}; {state}, if that had not ended"
+        ) from None
     except Exception as error:  # the client raises its own errors, those of two HTTP libraries, and OSError
         if step == "upload":
-            state = state_after_upload(api, repo, revision, head, error, state)
+            state = state_after_upload(api, repo, revision, head, state)
         raise UserError(f"publish {repo}: could not {step}: {explain(error)}; {state}") from None
 
 
-def state_after_upload(api: HfApi, repo: str, revision: str, head: str | None, error: Exception, state: str) -> str:
-    """What the branch holds after an upload that failed: a commit whose answer was lost may have arrived."""
-    error = root(error)
-    if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
-        return f"nothing was published, {state}"
+def state_after_upload(api: HfApi, repo: str, revision: str, head: str | None, state: str) -> str:
+    """What the branch holds after an upload that failed: a commit whose answer was lost may have arrived, whatever was answered to the
+    client's next try."""
     try:
         now = api.model_info(repo, revision=revision).sha
     except Exception:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -26,6 +25,8 @@ from specdraft.models.eagle3_layer import Eagle3Config
 from specdraft.models.heads import HeadConfig
 from specdraft.models.target import TargetModel
 
+POINTER = b"version https://git-lfs"
+CODE = "holds more than tensors, and reading it would run its code; ask for .safetensors"
 VERIFIER = ("verifier_norm.weight", "verifier_lm_head.weight")  # the target's own, in folders of some versions
 
 
@@ -65,10 +66,11 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             else:
                 tensors |= torch.load(path, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError:
-            raise UserError(
-                f"{path}: holds more than tensors, and reading it would run its code; ask for .safetensors"
-            ) from None
-        except (OSError, SafetensorError, RuntimeError, EOFError, TypeError, ValueError) as error:
+            with open(path, "rb") as file:
+                is_pointer = file.read(len(POINTER)) == POINTER
+            what = "is Git LFS's pointer to a file, not the file; fetch it again" if is_pointer else CODE
+            raise UserError(f"{path}: {what}") from None
+        except Exception as error:  # whatever a foreign file makes a parser raise
             raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())[:160]}); fetch it again") from None
     if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise UserError(f"drafter {folder}: its weights hold other things than tensors; ask for .safetensors")
@@ -175,6 +177,9 @@ def assemble(
     if kind == "trimmed":
         layout.config.head.vocab_size = layout.draft_vocab_size
     weights["lm_head.weight"] = weights["lm_head.weight"][: target.vocab_size]  # padded rows, where there are any
+    bad = [name for name, tensor in weights.items() if not tensor.isfinite().all()]
+    if bad:
+        raise UserError(f"drafter {where}: {bad[0]} has NaN or infinite weights; fetch it again")
     drafter = Eagle3Drafter(layout.config, vocab_map)
     drafter.load_state_dict(weights)
     drafter.to(dtype=dtype or target.dtype, device=target.device).eval().requires_grad_(False)
@@ -206,7 +211,7 @@ def require_shapes(layout: Layout, tensors: dict[str, Tensor], where: str) -> No
 def require_same_embedding(embedding: Tensor, target: TargetModel, where: str) -> None:
     """Our drafters read the target's embedding. Raises UserError for any other, rounding aside."""
     own = target.embedding_weight.float().cpu()
-    given = embedding[: target.vocab_size].float()
+    given = embedding[: target.vocab_size].float() if embedding.dim() else embedding
     if given.shape != own.shape or float((given - own).abs().max()) > 0.01 * float(own.abs().max()):
         raise UserError(f"drafter {where}: has an embedding of its own, allowed: the target's; it cannot be used here")
 

@@ -142,8 +142,8 @@ def rotary_tables(config: Eagle3Config) -> tuple[Tensor, Tensor]:
     """cos, sin [max positions, d] fp32, by the target's own scheme (linear, YaRN, Llama-3 scaling ...)."""
     rope = LlamaRotaryEmbedding(
         LlamaConfig(
-            hidden_size=config.hidden_size,
-            num_attention_heads=config.num_attention_heads,
+            hidden_size=config.head_dim,  # one head: the real width need not be a multiple of it, which transformers wants
+            num_attention_heads=1,
             head_dim=config.head_dim,
             max_position_embeddings=config.max_position_embeddings,
             rope_parameters=config.rope_parameters,

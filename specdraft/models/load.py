@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -33,7 +34,8 @@ def load_model(
     """
     require_device(device)
     source, gguf = _locate(where)
-    options = {"revision": revision} if revision is not None else {}
+    options: dict[str, Any] = {"trust_remote_code": False}  # left open, transformers asks at a terminal
+    options |= {"revision": revision} if revision is not None else {}
     if gguf is not None:
         options["gguf_file"] = gguf
     try:

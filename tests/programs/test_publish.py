@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from fake_hub import TOKEN, FakeHub
+from safetensors.torch import load_file
 
 from specdraft import cli, summary
 from specdraft.config import UserError, parse_config
@@ -186,6 +187,25 @@ def test_dry_run_writes_the_folder_and_uploads_nothing(kind, workdir, capsys):
         settings = json.loads((folder / "config.json").read_text())
         assert settings["speculators_config"]["verifier"]["name_or_path"] == "org/target"
     assert json.loads((folder / "provenance.json").read_text())["run"]["train"] == {"epochs": 3}
+
+
+def test_weights_are_rounded_once_and_their_origin_stays(workdir):
+    """In the dtype that they have on disk they come out bit for bit, whatever the target is loaded in."""
+    target = TargetModel.load(str(workdir / "target"), dtype=torch.float32)
+    drafter, source, written = (
+        new_drafter(target, DrafterConfig(), HeadConfig("full")),
+        workdir / "wide",
+        workdir / "whole",
+    )
+    save_drafter(source, drafter, target, "", {}, torch.float32)
+    flags = publish_flags(workdir, "whole", "--format=specdraft", "--dtype=float32")
+    run_main(PUBLISH, "PublishConfig", f"--drafter={source}", *flags[1:])
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, written))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert any(not torch.equal(x, x.bfloat16().float()) for x in before.values())
+    origins = [json.loads((folder / "provenance.json").read_text()) for folder in (source, written)]
+    assert origins[0] == origins[1]
 
 
 @pytest.mark.parametrize("format", ["eagle3", "speculators", "sglang", "specdraft"])
@@ -430,7 +450,7 @@ def test_a_push_that_fails_says_what_is_there(step, failure, what, state, hub, w
     assert set(files) == (FOLDER_FILES if failure == "cut after" else set())
 
 
-@pytest.mark.parametrize(("step", "failure"), [("branch", "cut after"), ("revision", 503)])
+@pytest.mark.parametrize(("step", "failure"), [("branch", "cut after"), ("revision", 503), ("commit", 500)])
 def test_a_branch_of_an_existing_repository_may_have_been_made(step, failure, hub, workdir):
     hub.repos["me/drafter"] = {"private": False, "branches": {"main": {}}, "commits": 1}
     hub.fail[step] = failure

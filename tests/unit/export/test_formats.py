@@ -1,6 +1,7 @@
 """Every export, read back: settings, exact key sets, equal logits; and folders as others write them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from specdraft.export.formats import EXPORTS, folder_taps, import_drafter
 from specdraft.export.sglang import export_sglang, import_sglang
 from specdraft.export.speculators import export_speculators
 from specdraft.models.checkpoint import load_drafter, save_drafter
+from specdraft.models.eagle3_layer import rotary_tables
 from specdraft.models.initialise import trimmed_copy
 from specdraft.models.target import TargetModel
 from specdraft.testing import TINY_VOCAB, tiny_model, tiny_tokenizer
@@ -214,6 +216,17 @@ def test_a_low_rank_head_that_was_trimmed(factors, target, padded_target, tmp_pa
         assert compare(drafter, back, model, torch.bfloat16) < (1e-6 if factors else 0.02)
 
 
+def test_a_width_that_its_heads_do_not_divide(target, tmp_path):
+    """GLM-4.5-Air: 96 heads, a width of 4,096. It drafts here; engines read Llama's configuration, which has no such shape."""
+    drafter = make_drafter(target)
+    cos, _ = rotary_tables(replace(drafter.config, num_attention_heads=5))
+    assert torch.equal(cos, rotary_tables(drafter.config)[0])
+    drafter.config.num_attention_heads = 5
+    with pytest.raises(UserError, match="got 5 attention heads in a width of 32"):
+        export_eagle3(drafter, target, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_draft_ids_are_written_ascending(target, tmp_path):
     """Known fault 15: speculators picks teacher rows by the boolean t2d, which is right for ascending ids only."""
     drafter = make_drafter(target, "trimmed")
@@ -358,6 +371,10 @@ BAD_SETTINGS = [
         {"intermediate_size": 63},
         "3 tensors do not fit, the first: midlayer.mlp.down_proj.weight is (32, 64), expected (32, 63)",
     ),
+    (
+        {"rope_theta": None, "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": None}},
+        "config.json is not that of a drafter",
+    ),
     ({"speculators_model_type": "dflash"}, "speculators_model_type 'dflash', allowed: 'eagle3'"),
     ({"speculators_model_type": "eagle3"}, "no transformer_layer_config"),
 ]
@@ -371,6 +388,8 @@ BAD_TENSORS = [
     ({"norm.weight": None}, "norm.weight is missing, expected (32,)"),
     ({"extra.weight": torch.ones(1)}, "extra.weight is (1,), expected nothing of that name"),
     ({"embed_tokens.weight": torch.ones(TINY_VOCAB, 32)}, "has an embedding of its own"),
+    ({"embed_tokens.weight": torch.tensor(1.0)}, "has an embedding of its own"),
+    ({"norm.weight": torch.full((32,), float("nan"))}, "norm.weight has NaN or infinite weights"),
 ]
 
 
@@ -405,6 +424,11 @@ def test_bad_folders_get_one_line(settings, tensors, message, exported, target, 
         ({"config.json": None}, "has neither .safetensors nor .bin weights"),
         ({"config.json": None, "model.safetensors": b"not one"}, "model.safetensors: cannot be read"),
         ({"config.json": None, "model.bin": b"not one"}, "model.bin"),
+        ({"config.json": None, "model.bin": b"."}, "model.bin: cannot be read"),
+        (
+            {"config.json": None, "model.bin": b"version https://git-lfs.github.com/spec/v1\nsize 5\n"},
+            "Git LFS's pointer to a file",
+        ),
     ],
 )
 def test_broken_folders_get_one_line(files, message, exported, target, tmp_path):

@@ -229,6 +229,15 @@ def test_what_is_no_target(tmp_path, make, message):
     assert str(error.value).startswith("target")
 
 
+def test_code_is_not_offered_at_a_terminal_either(tmp_path, monkeypatch):
+    """Left open, transformers asks whether to run it."""
+    (tmp_path / "model").mkdir()
+    remote_code(tmp_path / "model")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    with pytest.raises(UserError, match=r"trust_remote_code.*not run"):
+        load(tmp_path / "model")
+
+
 @pytest.mark.parametrize("where", ["no-such-owner/no-such-model", "./nowhere", "/nowhere/at all", "a/b/c"])
 def test_neither_a_folder_nor_a_reachable_hub_id(where):
     with pytest.raises(UserError, match="no such folder") as error:
