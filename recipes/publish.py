@@ -74,9 +74,8 @@ def main(config: PublishConfig) -> None:
     if origin.note:
         print(origin.note)
     target = TargetModel.load(config.target, revision=config.target_revision, tap_layers=taps)
-    drafter = load_drafter(
-        config.drafter, target, torch.float32
-    )  # as it is on disk: rounded once, to the dtype asked for
+    # as it is on disk: rounded once, to the dtype asked for
+    drafter = load_drafter(config.drafter, target, torch.float32)
     publication = Publication(
         repo=repo,
         revision=config.revision,
